@@ -1,0 +1,1 @@
+"""Target models: one config-driven decoder and the checkpoints it loads."""

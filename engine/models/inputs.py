@@ -1,0 +1,17 @@
+"""What a model's forward pass takes."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from adaflash.kernels.attention import AttentionPlan
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The T token rows of one step, ragged over requests, on the model's device."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, absolute
+    slots: Tensor  # [T] int64, where each row's K/V goes: page * page_size + offset
+    attention: AttentionPlan

@@ -1,0 +1,1 @@
+"""The speculative step: draft, head, budget, verify, accept, commit."""

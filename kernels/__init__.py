@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: one reference and one fast twin per operation."""

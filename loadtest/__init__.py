@@ -1,0 +1,1 @@
+"""Load test: speaks HTTP only, to any OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""Text and HTTP: the OpenAI-compatible front end. Never imports torch."""

@@ -1,0 +1,1 @@
+"""On-policy distillation of the drafter and its length head."""
