@@ -63,7 +63,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the requested stop token that ended it, if not end-of-sequence
+    stop_token_id: int | None = (
+        None  # the requested stop token that ended it, if not end-of-sequence
+    )
     num_cached_tokens: int | None = None  # with the first delta
     queue_s: float | None = None  # with the first delta: from arrival to first scheduled
     error: str | None = None  # with FinishReason.ERROR
