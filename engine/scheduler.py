@@ -1,0 +1,216 @@
+"""Which tokens of which sequences the next step computes. No tensors.
+
+Decoding sequences come first (one token each), then prefill chunks of running sequences, then new
+ones, all by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
+preempted: it gives its pages back and is computed again later, mostly from the prefix cache.
+"""
+
+import heapq
+import time
+from collections.abc import Sequence as TokenIds
+
+from adaflash.engine.pages import NO_PARENT, PagePool, page_hash
+from adaflash.engine.types import (
+    Request,
+    Row,
+    RowKind,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+)
+
+
+class Scheduler:
+    """Owns the sequences and their pages."""
+
+    def __init__(
+        self, pool: PagePool, *, max_num_seqs: int, max_batched_tokens: int, prefix_cache: bool
+    ) -> None:
+        assert max_batched_tokens >= max_num_seqs, "every decoding sequence needs a token"
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_batched_tokens = max_batched_tokens
+        self._prefix_cache = prefix_cache
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap by rank
+        self._num_arrivals = 0
+        self.num_prefix_queries = 0  # prompt tokens looked up, since the start
+        self.num_prefix_hits = 0  # of them, found
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self._sequences, f"{request.request_id} added twice"
+        sequence = Sequence(request, order=self._num_arrivals)
+        self._num_arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self._enqueue(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request that has not finished."""
+        return self._sequences.get(request_id)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take the sequence out, whatever it was doing, and free its pages."""
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove((sequence.rank, sequence))
+            heapq.heapify(self._waiting)
+        self._leave(sequence, SequenceStatus.FINISHED)
+        del self._sequences[sequence.request.request_id]
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. Empty only if nothing waits or runs."""
+        self._running.sort(key=lambda sequence: sequence.rank)
+        preempted: list[Sequence] = []
+        rows = [Row(s, s.num_committed, 1, RowKind.VERIFY) for s in self._decoding(preempted)]
+        budget = self._max_batched_tokens - len(rows)
+        for sequence in [s for s in self._running if s.num_uncommitted > 1]:
+            if budget > 0:
+                rows.append(_prefill_row(sequence, budget))
+                budget -= rows[-1].num_tokens
+        if not preempted:  # never take in more in a step that had to push someone out
+            rows.extend(self._admit(budget))
+        return StepPlan(tuple(rows), tuple(preempted))
+
+    def commit(self, row: Row, emitted: TokenIds[int]) -> None:
+        """The step computed `row` and emitted these tokens: lengths move here and nowhere else.
+
+        All emitted tokens but the last were drafts that the target agreed with, so their K/V is
+        in the pages already.
+        """
+        sequence = row.sequence
+        assert sequence.status is SequenceStatus.RUNNING
+        first_full = sequence.num_committed // self._pool.page_size
+        sequence.token_ids.extend(emitted)
+        sequence.num_committed += row.num_tokens + max(0, len(emitted) - 1)
+        assert sequence.num_committed <= len(sequence.token_ids)
+        num_full = sequence.num_committed // self._pool.page_size
+        if self._prefix_cache:
+            self._name_pages(sequence, num_full)
+            for index in range(first_full, num_full):
+                self._pool.publish(sequence.pages[index], sequence.page_hashes[index])
+
+    def check_integrity(self) -> None:
+        """Assert the scheduler's and the pool's invariants; cheap enough for tests only."""
+        self._pool.check_integrity(sequence.pages for sequence in self._sequences.values())
+        for sequence in self._sequences.values():
+            running = sequence.status is SequenceStatus.RUNNING
+            assert running == (sequence in self._running)
+            assert running or (not sequence.pages and sequence.num_committed == 0)
+            assert sequence.num_committed < len(sequence.token_ids)
+            assert sequence.num_committed <= len(sequence.pages) * self._pool.page_size
+        assert len(self._running) <= self._max_num_seqs
+
+    def _decoding(self, preempted: list[Sequence]) -> list[Sequence]:
+        """Running sequences of which only the newest token is not computed, with room for it."""
+        decoding = []
+        for sequence in [s for s in self._running if s.num_uncommitted == 1]:
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, preempted):
+                decoding.append(sequence)
+        return decoding
+
+    def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """Give the sequence pages for all its tokens, preempting worse ranks if need be.
+
+        False if it was itself the worst and had to go.
+        """
+        missing = self._pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        while missing > self._pool.num_available:
+            victim = max(self._running, key=lambda candidate: candidate.rank)
+            self._leave(victim, SequenceStatus.WAITING)
+            self._enqueue(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return False
+        sequence.pages.extend(self._pool.allocate(missing))
+        return True
+
+    def _admit(self, budget: int) -> list[Row]:
+        """Start waiting sequences, best rank first, while seats, pages and `budget` tokens last."""
+        in_progress = {
+            name
+            for sequence in self._running
+            for name in sequence.page_hashes[sequence.num_committed // self._pool.page_size :]
+        }
+        rows: list[Row] = []
+        deferred: list[Sequence] = []
+        while budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
+            sequence = self._pop_waiting()
+            self._name_pages(sequence, len(sequence.token_ids) // self._pool.page_size)
+            # At least the newest token is computed, for its logits.
+            names = sequence.page_hashes[: (len(sequence.token_ids) - 1) // self._pool.page_size]
+            pages = self._pool.match(names)
+            # A neighbour is computing the very next page: wait for it and share instead of
+            # computing it twice (n choices of one prompt, a burst with one system prompt).
+            shared_soon = len(pages) < len(names) and names[len(pages)] in in_progress
+            if shared_soon or not self._fits(sequence, pages):
+                self._pool.release(pages)
+                deferred.append(sequence)
+                if shared_soon and len(deferred) < self._max_num_seqs:
+                    continue
+                break
+            self._start(sequence, pages)
+            in_progress.update(sequence.page_hashes[len(pages) :])
+            rows.append(_prefill_row(sequence, budget))
+            budget -= rows[-1].num_tokens
+        for sequence in deferred:
+            self._enqueue(sequence)
+        return rows
+
+    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether the pool has the rest of the pages, and one more for each running sequence."""
+        missing = self._pool.pages_for(len(sequence.token_ids)) - len(cached)
+        return missing + len(self._running) <= self._pool.num_available
+
+    def _start(self, sequence: Sequence, cached: list[int]) -> None:
+        missing = self._pool.pages_for(len(sequence.token_ids)) - len(cached)
+        sequence.pages = cached + self._pool.allocate(missing)
+        sequence.num_committed = len(cached) * self._pool.page_size
+        sequence.move_to(SequenceStatus.RUNNING)
+        self._running.append(sequence)
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = time.monotonic()
+            sequence.num_cached_tokens = sequence.num_committed
+            if self._prefix_cache:
+                self.num_prefix_queries += sequence.num_prompt_tokens
+                self.num_prefix_hits += sequence.num_committed
+
+    def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Out of the running, pages back."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._pool.release(sequence.pages)
+            sequence.pages = []
+            sequence.num_committed = 0
+        sequence.move_to(status)
+
+    def _name_pages(self, sequence: Sequence, count: int) -> None:
+        """Extend the sequence's hash chain to its first `count` pages."""
+        if not self._prefix_cache:
+            return
+        names, size = sequence.page_hashes, self._pool.page_size
+        for index in range(len(names), count):
+            parent = names[-1] if names else NO_PARENT
+            names.append(page_hash(parent, sequence.token_ids[index * size : (index + 1) * size]))
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _pop_waiting(self) -> Sequence:
+        return heapq.heappop(self._waiting)[1]
+
+
+def _prefill_row(sequence: Sequence, budget: int) -> Row:
+    num_tokens = min(budget, sequence.num_uncommitted)
+    return Row(sequence, sequence.num_committed, num_tokens, RowKind.PREFILL)
