@@ -1,0 +1,124 @@
+"""The engine: token ids in, token ids out. It knows nothing of text, HTTP or processes."""
+
+import time
+
+from adaflash.engine.messages import StepReport, StepStats, TokenDelta
+from adaflash.engine.pages import PagePool
+from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.speculation.step import Chooser, Outcome, Target, speculative_step
+from adaflash.engine.stopping import Ending, StopRules, find_ending
+from adaflash.engine.types import FinishReason, Request, RowKind, Sequence, StepPlan
+
+
+class Engine:
+    """Continuous batching over one target model.
+
+    Every added request ends in exactly one delta with a finish reason.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        scheduler: Scheduler,
+        target: Target,
+        chooser: Chooser,
+        stop_rules: StopRules,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._target = target
+        self._chooser = chooser
+        self._stop_rules = stop_rules
+        self._endings: list[TokenDelta] = []  # of requests that ended outside a step
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._endings)
+
+    def add(self, request: Request) -> None:
+        """Take a request in. One that cannot be served ends in the next step, with an error."""
+        error = self._refusal(request)
+        if error is None:
+            self._scheduler.add(request)
+        else:
+            self._end(request.request_id, FinishReason.ERROR, error)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages. Unknown and ended ids are ignored."""
+        sequence = self._scheduler.find(request_id)
+        if sequence is not None:
+            self._scheduler.finish(sequence)
+            self._end(request_id, FinishReason.ABORT)
+
+    def step(self) -> StepReport:
+        """Plan, run, settle."""
+        started = time.perf_counter()
+        queries, hits = self._scheduler.num_prefix_queries, self._scheduler.num_prefix_hits
+        plan = self._scheduler.schedule()
+        outcomes = speculative_step(plan, self._target, self._chooser) if plan.rows else []
+        settled = [self._settle(outcome) for outcome in outcomes]
+        deltas = self._endings + [delta for delta in settled if delta is not None]
+        self._endings = []
+        return StepReport(
+            deltas,
+            StepStats(
+                step_s=time.perf_counter() - started,
+                **_row_counts(plan),
+                num_running=self._scheduler.num_running,
+                num_waiting=self._scheduler.num_waiting,
+                num_pages_used=self._pool.num_held,
+                num_pages=self._pool.num_pages,
+                num_prefix_queries=self._scheduler.num_prefix_queries - queries,
+                num_prefix_hits=self._scheduler.num_prefix_hits - hits,
+                num_preempted=len(plan.preempted),
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the scheduler's and the pages' invariants."""
+        self._scheduler.check_integrity()
+
+    def _settle(self, outcome: Outcome) -> TokenDelta | None:
+        """Commit a row and end its request if it emitted the last token. None if it emitted none."""
+        sequence = outcome.row.sequence
+        first = sequence.num_output_tokens == 0
+        emitted = [choice.token_id for choice in outcome.emitted]
+        ending = find_ending(sequence, emitted, self._stop_rules)
+        self._scheduler.commit(outcome.row, emitted[: ending.num_tokens])
+        if ending.finish_reason is not None:
+            self._scheduler.finish(sequence)
+        return _delta(sequence, outcome, ending, first=first) if emitted else None
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why the request cannot be served. The server checks first; this is the second lock."""
+        length = len(request.prompt_ids)
+        if length == 0:
+            return "the prompt is empty"
+        if length >= self._stop_rules.max_model_len:
+            return f"the prompt of {length} tokens fills the context"
+        if self._scheduler.find(request.request_id) is not None:
+            return f"request id {request.request_id} is in use"
+        return None
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        self._endings.append(TokenDelta(request_id=request_id, finish_reason=reason, error=error))
+
+
+def _delta(sequence: Sequence, outcome: Outcome, ending: Ending, *, first: bool) -> TokenDelta:
+    kept = outcome.emitted[: ending.num_tokens]
+    logprobs = [choice.logprobs for choice in kept if choice.logprobs is not None]
+    assert sequence.first_scheduled_s is not None
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        token_ids=[choice.token_id for choice in kept],
+        logprobs=logprobs or None,
+        finish_reason=ending.finish_reason,
+        stop_token_id=ending.stop_token_id,
+        num_cached_tokens=sequence.num_cached_tokens if first else None,
+        queue_s=sequence.first_scheduled_s - sequence.request.arrival_s if first else None,
+    )
+
+
+def _row_counts(plan: StepPlan) -> dict[str, int]:
+    prefill = sum(row.num_tokens for row in plan.rows if row.kind is RowKind.PREFILL)
+    return {"num_prefill_tokens": prefill, "num_decode_rows": len(plan.decoding)}

@@ -1,0 +1,98 @@
+"""The engine's own process: drain the inbox, step, post the report.
+
+Started by the server as `python -m adaflash.engine.worker INBOX OUTBOX` with the EngineConfig as
+one JSON line on standard input; standard input then stays open, and its end means that the server
+is gone.
+"""
+
+import os
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from adaflash.engine.build import build_engine
+from adaflash.engine.config import EngineConfig
+from adaflash.engine.engine import Engine
+from adaflash.engine.errors import CheckpointError, ConfigError
+from adaflash.engine.messages import Abort, EngineFailed, EngineReady, Submit, ToEngine, ToServer
+
+IDLE_POLL_MS = 1000
+
+
+class Mailbox:
+    """The worker's two sockets: messages in, messages out."""
+
+    def __init__(self, inbox: str, outbox: str) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox = context.socket(zmq.PULL)
+        self._outbox = context.socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)  # never block or drop: the server bounds what is in flight
+        self._inbox.connect(inbox)
+        self._outbox.connect(outbox)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def post(self, message: ToServer) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def drain(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that are there; with `wait`, up to a second for the first."""
+        messages: list[ToEngine] = []
+        timeout = IDLE_POLL_MS if wait else 0
+        while self._inbox.poll(timeout):
+            messages.append(self._decoder.decode(self._inbox.recv()))
+            timeout = 0
+        return messages
+
+    def close(self) -> None:
+        """Let what was posted go out."""
+        self._inbox.close()
+        self._outbox.close(linger=1000)
+
+
+def serve(engine: Engine, mailbox: Mailbox) -> None:
+    """Step while there is work, wait while there is none. Ends with the process."""
+    while True:
+        for message in mailbox.drain(wait=not engine.has_work):
+            match message:
+                case Submit(request):
+                    engine.add(request)
+                case Abort(request_id):
+                    engine.abort(request_id)
+        if engine.has_work:
+            mailbox.post(engine.step())
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
+    mailbox = Mailbox(sys.argv[1], sys.argv[2])
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=_exit_with_server, args=(sys.stdin.buffer,), daemon=True).start()
+    try:
+        engine, facts = build_engine(config)
+    except (CheckpointError, ConfigError) as error:
+        mailbox.post(EngineFailed(str(error), fatal=True))
+        mailbox.close()
+        return 1
+    mailbox.post(EngineReady(facts))
+    try:
+        serve(engine, mailbox)
+    except Exception as error:
+        mailbox.post(EngineFailed(f"{type(error).__name__}: {error}", fatal=False))
+        mailbox.close()
+        raise
+    return 0
+
+
+def _exit_with_server(stdin: BinaryIO) -> None:
+    stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
