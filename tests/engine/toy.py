@@ -1,0 +1,74 @@
+"""A toy target: its logits are a fixed function of the text before them, no weights, no pages."""
+
+import random
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from adaflash.engine.batch_inputs import VerifyRow
+from adaflash.engine.engine import Engine
+from adaflash.engine.messages import StepReport, TokenDelta
+from adaflash.engine.pages import PagePool
+from adaflash.engine.sampler import Sampler
+from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.stopping import StopRules
+from adaflash.engine.types import Request, SamplingParams
+
+VOCAB = 32
+EOS = 0
+
+
+def toy_logits(text: Many[int]) -> Tensor:
+    """[VOCAB] float32."""
+    draw = random.Random(str(list(text)))
+    return torch.tensor([draw.gauss(0, 2) for _ in range(VOCAB)])
+
+
+class ToyTarget:
+    """See Target; counts its passes."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def verify(self, rows: Many[VerifyRow]) -> Tensor:
+        self.num_passes += 1
+        wanted = []
+        for row in rows:
+            known = row.row.sequence.token_ids
+            wanted += [toy_logits(known + list(row.drafts[:n])) for n in range(row.num_logits)]
+        return torch.stack(wanted) if wanted else torch.empty(0, VOCAB)
+
+
+def toy_engine(
+    *, num_pages: int = 64, seqs: int = 8, tokens: int = 16, max_model_len: int = 100
+) -> Engine:
+    pool = PagePool(num_pages, page_size=4)
+    scheduler = Scheduler(pool, max_num_seqs=seqs, max_batched_tokens=tokens, prefix_cache=True)
+    eos = frozenset({EOS})
+    return Engine(pool, scheduler, ToyTarget(), Sampler(VOCAB, eos), StopRules(eos, max_model_len))
+
+
+def request(name: str, prompt: list[int], sampling: SamplingParams) -> Request:
+    return Request(request_id=name, prompt_ids=prompt, sampling=sampling)
+
+
+def run(engine: Engine, requests: Many[Request]) -> dict[str, list[TokenDelta]]:
+    """Serve all requests at once; the deltas of each."""
+    for item in requests:
+        engine.add(item)
+    return drain(engine)
+
+
+def drain(engine: Engine) -> dict[str, list[TokenDelta]]:
+    deltas: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        report: StepReport = engine.step()
+        engine.check_integrity()
+        for delta in report.deltas:
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return deltas
+
+
+def text(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
