@@ -59,7 +59,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
 
 def _weights(generator: torch.Generator) -> dict[str, Tensor]:
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
+        return torch.randn(*shape, generator=generator).mul_(1.5 / shape[-1] ** 0.5)
 
     weights = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator)}
     for layer in range(LAYERS):
