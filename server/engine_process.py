@@ -35,7 +35,7 @@ class EngineObserver(Protocol):
 
     def on_step(self, stats: StepStats) -> None: ...
 
-    def on_engine_up(self) -> None: ...
+    def on_engine_up(self, facts: EngineFacts) -> None: ...
 
     def on_engine_down(self) -> None: ...
 
@@ -123,7 +123,7 @@ class EngineProcess:
         self._worker = await WorkerProcess.start(self._config)
         self._facts = await self._worker.ready()
         self._last_progress_s = time.monotonic()
-        self._observer.on_engine_up()
+        self._observer.on_engine_up(self._facts)
 
     async def _supervise(self) -> None:
         """Pass reports on; when the worker is gone, fail its requests and start another."""

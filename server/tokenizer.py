@@ -39,6 +39,9 @@ class Tokenizer:
         self.bos_token_id = self._id_of(facts.bos_token)
         self.eos_token_id = self._id_of(facts.eos_token)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.longest_token = max(
+            map(len, tokenizer.get_vocab(with_added_tokens=True))
+        )  # characters
         self.chat_template = self._template(facts.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -1,0 +1,101 @@
+"""From validated bodies to jobs, and what answers have in common."""
+
+import time
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from adaflash.engine.errors import InvalidRequestError
+from adaflash.engine.types import SamplingParams
+from adaflash.server.context import AppContext
+from adaflash.server.generate import Job, Usage
+from adaflash.server.middleware import request_id_of
+from adaflash.server.prompts import chat_prompt, completion_prompts
+from adaflash.server.sampling import check_max_tokens, room_for_output, sampling_params
+from adaflash.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every answer and chunk of one HTTP request says of it."""
+
+    request_id: str
+    answer_id: str
+    model: str
+    created: int  # seconds since 1970
+
+    def as_json(self, kind: str) -> dict[str, object]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def envelope(prefix: str, request: Request, model: str, context: AppContext) -> Envelope:
+    """Raises ShuttingDownError while draining: no new work gets further than here."""
+    context.check_accepting()
+    request_id = request_id_of(request.scope)
+    return Envelope(request_id, f"{prefix}-{request_id}", model, int(time.time()))
+
+
+async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppContext) -> Job:
+    """Raises InvalidRequestError."""
+    prompt = await chat_prompt(body.messages, context)
+    room = room_for_output(len(prompt), context.engine.facts)
+    asked, param = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, param = body.max_tokens, "max_tokens"
+    if asked is not None:
+        check_max_tokens(asked, room, param)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    sampling = sampling_params(
+        body,
+        context.engine.facts,
+        max_tokens=asked or room,
+        num_logprobs=body.top_logprobs or 0 if body.logprobs else None,
+    )
+    return _job(body, head, [prompt], sampling, context)
+
+
+async def completion_job(body: CompletionRequest, head: Envelope, context: AppContext) -> Job:
+    """Raises InvalidRequestError."""
+    prompts = await completion_prompts(body, context)
+    room = min(room_for_output(len(prompt), context.engine.facts) for prompt in prompts)
+    if body.max_tokens is not None:
+        check_max_tokens(body.max_tokens, room, "max_tokens")
+    sampling = sampling_params(
+        body,
+        context.engine.facts,
+        max_tokens=body.max_tokens or min(room, COMPLETION_MAX_TOKENS),
+        num_logprobs=body.logprobs,
+    )
+    return _job(body, head, prompts, sampling, context)
+
+
+def _job(
+    body: SamplingFields,
+    head: Envelope,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    context: AppContext,
+) -> Job:
+    num_choices = body.n or 1
+    if num_choices > context.options.max_choices:
+        raise InvalidRequestError(
+            f"n is {num_choices}, and this server allows {context.options.max_choices}", param="n"
+        )
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Job(head.request_id, prompts, sampling, stop, num_choices, body.priority or 0)
+
+
+def log_usage(request: Request, usage: Usage) -> None:
+    """Show the token counts in the request's log line."""
+    request.scope["state"]["log"] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }

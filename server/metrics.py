@@ -1,0 +1,167 @@
+"""Prometheus metrics. Names as vLLM has them, behind our prefix, where it has one."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+
+from adaflash import __version__
+from adaflash.engine.messages import EngineFacts, StepStats
+
+STEP_S = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.010, 0.012, 0.015, 0.020, 0.025),
+    *(0.030, 0.040, 0.050, 0.075, 0.100, 0.150, 0.200, 0.300, 0.500, 1.0, 2.0, 5.0),
+)
+PER_TOKEN_S = (
+    *(0.001, 0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.040, 0.050),
+    *(0.060, 0.080, 0.100, 0.150, 0.200, 0.300, 0.400, 0.500, 0.750, 1.0, 2.5, 5.0, 10.0),
+)
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.010, 0.020, 0.040, 0.060, 0.080, 0.100, 0.250, 0.500, 0.750, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+WHOLE_S = (
+    *(0.050, 0.100, 0.200, 0.300, 0.500, 0.800, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+QUEUE_S = (0.001, 0.005, 0.010, 0.050, 0.100, 0.300, 0.500, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 240.0)
+TOKENS = tuple(float(digit * 10**power) for power in range(5) for digit in (1, 2, 5))
+STEP_TOKENS = tuple(float(2**power) for power in range(14))
+
+
+class Metrics:
+    """All series of one server, in a registry of their own. Labels: model_name."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._info = Info("adaflash_build", "Version", registry=self.registry)
+        self._info.info({"version": __version__})
+        self._cache_info = Info("adaflash_cache_config", "KV cache", registry=self.registry)
+        self._was_up = False
+        self._define_engine()
+        self._define_requests()
+
+    def _define_engine(self) -> None:
+        self.engine_up = self._gauge("engine_up", "1 while the engine process serves.")
+        self.engine_restarts = self._counter("engine_restarts", "Restarts of the engine process.")
+        self.running = self._gauge("num_requests_running", "Requests that hold pages.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of K/V pages in use, 0 to 1.")
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.prefix_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        )
+        self.preemptions = self._counter(
+            "num_preemptions", "Requests pushed out for lack of pages."
+        )
+        self.step_duration = self._histogram("step_duration_seconds", "One engine step.", STEP_S)
+        self.step_tokens = self._histogram(
+            "iteration_tokens", "Tokens computed in one step.", STEP_TOKENS
+        )
+
+    def _define_requests(self) -> None:
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self.prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Of them, those taken from the prefix cache."
+        )
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "adaflash_request_success",
+            "Ended requests, by how they ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(self._model, reason)  # all series exist from the start
+        self._rejections = Counter(
+            "adaflash_admission_rejections",
+            "Requests that were not taken in, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._http = Counter(
+            "adaflash_http_requests",
+            "HTTP requests.",
+            ["endpoint", "method", "status_code"],
+            registry=self.registry,
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Gap between tokens, by token counts.", PER_TOKEN_S
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "A request's mean after the first.",
+            PER_TOKEN_S,
+        )
+        self.whole = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", WHOLE_S
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first step.", QUEUE_S
+        )
+        self.request_prompt = self._histogram(
+            "request_prompt_tokens", "Prompt length of a request.", TOKENS
+        )
+        self.request_generation = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", TOKENS
+        )
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self.registry)
+
+    def on_engine_up(self, facts: EngineFacts) -> None:
+        """The engine is ready; the second time and later it has been restarted."""
+        self._cache_info.info(
+            {
+                "num_pages": str(facts.num_pages),
+                "page_size": str(facts.page_size),
+                "capacity_tokens": str(facts.kv_capacity_tokens),
+                "dtype": facts.dtype,
+            }
+        )
+        if self._was_up:
+            self.engine_restarts.inc()
+        self._was_up = True
+        self.engine_up.set(1)
+
+    def on_engine_down(self) -> None:
+        for gauge in (self.engine_up, self.running, self.waiting, self.kv_usage):
+            gauge.set(0)
+
+    def on_step(self, stats: StepStats) -> None:
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_usage.set(stats.num_pages_used / stats.num_pages)
+        self.prefix_queries.inc(stats.num_prefix_queries)
+        self.prefix_hits.inc(stats.num_prefix_hits)
+        self.preemptions.inc(stats.num_preempted)
+        if stats.num_prefill_tokens + stats.num_decode_rows > 0:
+            self.step_duration.observe(stats.step_s)
+            self.step_tokens.observe(stats.num_prefill_tokens + stats.num_decode_rows)
+
+    def count_end(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def count_rejection(self, reason: str) -> None:
+        self._rejections.labels(self._model, reason).inc()
+
+    def count_http(self, endpoint: str, method: str, status: int) -> None:
+        self._http.labels(endpoint, method, str(status)).inc()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        labelled = Counter(f"adaflash_{name}", text, ["model_name"], registry=self.registry)
+        return labelled.labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        labelled = Gauge(f"adaflash_{name}", text, ["model_name"], registry=self.registry)
+        return labelled.labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        labelled = Histogram(
+            f"adaflash_{name}", text, ["model_name"], registry=self.registry, buckets=buckets
+        )
+        return labelled.labels(self._model)

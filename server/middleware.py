@@ -1,0 +1,76 @@
+"""Around every request: its id, its log line, its count. Plain ASGI, so that disconnects pass."""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import MutableMapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adaflash.server.logs import ACCESS, FIELDS
+from adaflash.server.metrics import Metrics
+
+log = logging.getLogger(ACCESS)
+
+REQUEST_ID = "X-Request-Id"
+SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+
+
+def request_id_of(scope: MutableMapping[str, object]) -> str:
+    """The id that RequestLog gave to the request."""
+    state = scope["state"]
+    assert isinstance(state, dict)
+    return str(state["request_id"])
+
+
+class RequestLog:
+    """Takes a well-formed X-Request-Id or makes one, echoes it, logs and counts the request."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status = time.perf_counter(), 499  # the client left before there was an answer
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._record(scope, status, time.perf_counter() - started)
+
+    def _record(self, scope: Scope, status: int, elapsed_s: float) -> None:
+        route = scope.get("route")
+        endpoint = getattr(route, "path", "unmatched")  # no client-made labels
+        self._metrics.count_http(endpoint, scope["method"], status)
+        if scope["path"] in QUIET and status < 400:
+            return
+        request_id = request_id_of(scope)
+        fields = {
+            "request_id": request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "elapsed_s": round(elapsed_s, 4),
+        } | scope["state"].get("log", {})
+        more = "".join(f" {name}={value}" for name, value in scope["state"].get("log", {}).items())
+        log.info(
+            "%s %s %d %.3fs id=%s%s",
+            *(scope["method"], scope["path"], status, elapsed_s, request_id, more),
+            extra={FIELDS: fields},
+        )

@@ -1,0 +1,68 @@
+"""Server-sent events, framed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from adaflash.engine.errors import AdaFlashError
+from adaflash.server.errors import error_body
+
+KEEP_ALIVE_S = 15.0  # proxies close connections on which nothing moves
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+Event = dict[str, object]
+
+
+def frame(event: Event) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends `events` and `[DONE]`; an error becomes the last event.
+
+    `close` is called at the end in any case, also if the client left before the first event.
+    """
+
+    def __init__(self, events: AsyncIterator[Event], close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_frames(events), media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    try:
+        async for event in _with_pauses(events):
+            yield KEEP_ALIVE if event is None else frame(event)
+    except AdaFlashError as error:
+        yield frame(error_body(error))
+    yield DONE
+
+
+async def _with_pauses(events: AsyncIterator[Event]) -> AsyncIterator[Event | None]:
+    """The events, and None whenever none came for a while."""
+    upcoming = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_S)
+            if not done:
+                yield None
+                continue
+            event = upcoming.result()
+            if event is None:
+                return
+            yield event
+            upcoming = asyncio.ensure_future(anext(events, None))
+    finally:
+        # The client is gone, or all is sent: end the generator now, not when it is collected.
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)

@@ -1,0 +1,62 @@
+"""What the server says once it is ready: all that is needed to use it, and no secret."""
+
+import json
+import shlex
+
+import pytest
+from pydantic import SecretStr
+
+from adaflash.engine.messages import EngineFacts
+from adaflash.server.banner import Address, describe_server
+from adaflash.server.settings import ServerSettings
+
+FACTS = EngineFacts(
+    pid=1,
+    vocab_size=100,
+    max_model_len=2048,
+    num_pages=1000,
+    page_size=16,
+    dtype="float32",
+    device="cpu",
+    num_threads=2,
+    attention="reference",
+    load_s=1.25,
+    eos_token_ids=[2],
+)
+
+
+def test_it_says_where_what_and_how_much() -> None:
+    settings = ServerSettings(max_num_seqs=32, api_key=(SecretStr("hush"),))
+    text = describe_server(Address("0.0.0.0", 9000), "it's", settings, FACTS)
+    for part in (
+        "http://127.0.0.1:9000\n",
+        "it's (float32 on cpu, loaded in 1.2 s)",
+        "16,000 tokens = 7.8 sequences of 2,048 tokens",
+        "32 sequences at once, 512 requests waiting",
+        "api_key=**********",
+        "max_num_seqs=32",
+    ):
+        assert part in text
+    assert "hush" not in text
+
+
+def test_the_curl_can_be_pasted() -> None:
+    text = describe_server(Address("127.0.0.1", 80), "it's", ServerSettings(), FACTS)
+    (line,) = (line for line in text.splitlines() if line.startswith("  curl "))
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "http://127.0.0.1:80/v1/chat/completions"]
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+    assert "Authorization" not in line
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:1"),
+        ("::", "http://[::1]:1"),
+        ("::1", "http://[::1]:1"),
+        ("example.org", "http://example.org:1"),
+    ],
+)
+def test_the_url_is_one_that_can_be_called(host: str, url: str) -> None:
+    assert Address(host, 1).url == url

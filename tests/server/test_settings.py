@@ -1,0 +1,152 @@
+"""Flags over environment over file over defaults; whatever is unknown or wrong is refused."""
+
+import os
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from adaflash.engine.config import DTYPES, EngineConfig
+from adaflash.engine.errors import ConfigError
+from adaflash.server.settings import ServerSettings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.upper().startswith("ADAFLASH_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "server.yaml"
+    path.write_text("port: 1\nmax_num_seqs: 11\nserved_model_name: [yaml, file]\n")
+    return path
+
+
+def test_defaults_are_the_engine_s() -> None:
+    """Both classes state them, each for its own readers."""
+    settings = load_settings({})
+    assert settings.engine_config(Path("m")) == EngineConfig(model_path="m")
+    assert get_args(ServerSettings.model_fields["dtype"].annotation) == DTYPES
+    assert settings.changed() == {}
+
+
+def test_flags_win_over_environment_over_file(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAFLASH_PORT", "2")
+    monkeypatch.setenv("ADAFLASH_MAX_NUM_SEQS", "22")
+    settings = load_settings({"config": str(config_file), "port": "3"})
+    assert (settings.port, settings.max_num_seqs) == (3, 22)
+    assert settings.served_model_name == ("yaml", "file")
+    assert settings.page_size == 16
+
+
+def test_the_file_can_be_named_in_the_environment(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAFLASH_CONFIG", str(config_file))
+    assert load_settings({}).port == 1
+
+
+def test_lists_from_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAFLASH_SERVED_MODEL_NAME", "a, b,")
+    assert load_settings({}).served_model_name == ("a", "b")
+    assert load_settings({"served_model_name": ["c,d"]}).served_model_name == ("c,d",)
+
+
+def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAFLASH_MAX_MODEL_LEN", "")
+    assert load_settings({}).max_model_len is None
+
+
+def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert load_settings({}).model_cache_dir == Path("/somewhere/adaflash")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert load_settings({}).model_cache_dir == Path.home() / ".cache/adaflash"
+
+
+def test_every_engine_setting_arrives() -> None:
+    config = EngineConfig(
+        model_path="m",
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=3,
+        max_batched_tokens=5,
+        max_model_len=7,
+        kv_cache_gib=0.5,
+        page_size=8,
+        prefix_cache=False,
+        num_threads=2,
+    )
+    flags = {name: getattr(config, name) for name in config.__struct_fields__}
+    del flags["model_path"]
+    assert load_settings(flags).engine_config(Path("m")) == config
+
+
+def test_secrets_are_not_shown() -> None:
+    settings = load_settings({"api_key": ["hush"], "port": "9"})
+    assert [key.get_secret_value() for key in settings.api_key] == ["hush"]
+    assert settings.changed() == {"api_key": ["**********"], "port": 9}
+    assert "hush" not in repr(settings)
+
+
+@pytest.mark.parametrize("name", ["ADAFLASH_PROT", "adaflash_prot"])
+def test_unknown_variables_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name}; did you mean ADAFLASH_PORT?"):
+        load_settings({})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max-num-seqs: 3", "unknown setting 'max-num-seqs' in .*; did you mean max_num_seqs?"),
+        ("zzz: 3", "unknown setting 'zzz' in "),
+        ("- port", "must be `name: value` lines"),
+        ("port: [", "are not YAML"),
+        ("port: x", "port in the settings file: input should be a valid integer.* not 'x'"),
+    ],
+)
+def test_bad_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_settings({"config": str(path)})
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_settings({"config": path}).changed() == {"config": str(path)}
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the settings in .*absent"):
+        load_settings({"config": str(tmp_path / "absent")})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "x"}, "--port: input should be a valid integer"),
+        ({"port": "70000"}, "--port: input should be less than or equal to 65535, not '70000'"),
+        ({"dtype": "int3"}, "--dtype: input should be 'auto', 'float32'"),
+        ({"kv_cache_gib": "nan"}, "kv_cache_gib must be positive"),
+        ({"max_body_mib": "inf"}, "--max-body-mib: input should be a finite number"),
+        ({"page_size": "0"}, "page_size must be at least 1"),
+        ({"max_num_seqs": "512"}, r"max_batched_tokens \(256\) must be at least max_num_seqs"),
+    ],
+)
+def test_bad_values_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(flags)
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADAFLASH_DRAIN_TIMEOUT_S", "-1")
+    with pytest.raises(ConfigError, match=r"^ADAFLASH_DRAIN_TIMEOUT_S: input should be greater"):
+        load_settings({})
