@@ -37,15 +37,16 @@ clean:  ## remove the environment, caches and build outputs
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .schemathesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps say for which pyproject.toml and constraints.txt the environment was made.
+# The stamps are as new as the pyproject.toml and constraints.txt the environment was made from.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing AdaFlash into $(VENV) (the first time takes a minute or two)"
 	$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing AdaFlash and its tools into $(VENV)"
 	$(INSTALL) -e ".[dev]"
-	@touch $@
+	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -67,8 +67,13 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def _default_threads() -> int:
-    """Physical-like default: all cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """All cores but one, which is for the HTTP process and whoever else lives here.
+
+    OpenMP's barriers spin: when one of its threads is pushed off its core, the others wait for it
+    at every operator, and a step takes ten times as long (docs/LOG.md).
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) - 1)
 
 
 def _available_memory() -> int:

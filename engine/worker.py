@@ -69,7 +69,10 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
+    # Signals to the whole group (Ctrl-C, a service manager) are for the server, which drains first
+    # and then ends this process; if the server dies, standard input ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     mailbox = Mailbox(sys.argv[1], sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_exit_with_server, args=(sys.stdin.buffer,), daemon=True).start()

@@ -34,7 +34,7 @@ def describe_server(
     changed = [f"{name}={_plain(value)}" for name, value in settings.changed().items()]
     rows = {
         "model": f"{model_name} ({facts.dtype} on {facts.device}, loaded in {facts.load_s:.1f} s)",
-        "engine": f"{facts.num_threads} threads, {facts.attention} attention",
+        "engine": f"attention: {facts.attention}; CPU threads: {facts.num_threads}",
         "KV cache": f"{capacity:,} tokens = {at_once:.1f} sequences of {length:,} tokens",
         "concurrency": f"{settings.max_num_seqs} sequences at once, "
         f"{settings.max_queued_requests} requests waiting",

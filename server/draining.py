@@ -11,12 +11,13 @@ from fastapi import FastAPI
 from adaflash.server.lifecycle import Lifecycle
 
 FLUSH_TIMEOUT_S = 5  # for the last bytes of answers, once the work has ended
+HURRIED_FLUSH_TIMEOUT_S = 1
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn, stopped in two stages by `stop`, which is meant as a signal handler.
 
-    First, `lifecycle.draining` is set: the app refuses new work, and once no request is being
+    At first, `lifecycle.draining` is set: the app refuses new work, and once no request is being
     answered, the server ends. After `drain_timeout_s` it calls `abort_work` and ends all the same.
     """
 
@@ -31,6 +32,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            lifespan="off",
             log_config=None,  # server/logs.py sees to it
             log_level="warning",
             access_log=False,
@@ -41,16 +43,18 @@ class DrainingServer(uvicorn.Server):
         self._abort_work = abort_work
         self._drain_timeout_s = drain_timeout_s
         self._on_listening = on_listening
+        self.was_hurried = False  # told to stop again, before the work had ended
         self._deadline_s: float | None = None  # on the loop's clock; None until told to stop
 
     def stop(self) -> None:
-        """Drain; the second time, end at once."""
+        """Drain; the second time, abort what is left and end."""
         if self._deadline_s is None:
             self._lifecycle.draining = True
             self._deadline_s = asyncio.get_running_loop().time() + self._drain_timeout_s
         else:
-            self.config.timeout_graceful_shutdown = 0
-            self.should_exit = self.force_exit = True
+            self.was_hurried = True
+            self._deadline_s = 0
+            self.config.timeout_graceful_shutdown = HURRIED_FLUSH_TIMEOUT_S
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,6 +1,7 @@
 """The real EngineClient: an engine in its own process, watched and restarted."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -110,14 +111,15 @@ class EngineProcess:
         return [self._open(request, self._worker) for request in requests]
 
     def _open(self, request: Request, worker: WorkerProcess) -> "_Stream":
+        worker.send(Submit(request))
         stream = _Stream(self, request.request_id)
         self._streams[request.request_id] = stream
-        worker.send(Submit(request))
         return stream
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams and self._worker is not None:
-            self._worker.send(Abort(request_id))
+            with contextlib.suppress(EngineDownError):  # then the request ends with the engine
+                self._worker.send(Abort(request_id))
 
     async def _launch(self) -> None:
         self._worker = await WorkerProcess.start(self._config)

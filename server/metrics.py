@@ -1,9 +1,19 @@
 """Prometheus metrics. Names as vLLM has them, behind our prefix, where it has one."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from adaflash import __version__
 from adaflash.engine.messages import EngineFacts, StepStats
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter and no dashboard reads them
 
 STEP_S = (
     *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.010, 0.012, 0.015, 0.020, 0.025),

@@ -1,7 +1,6 @@
 """Runs the server: find the model, start the engine, listen, and drain when told to stop."""
 
 import asyncio
-import errno
 import gc
 import signal
 import socket
@@ -17,6 +16,7 @@ from adaflash.server.context import AppContext, AppOptions
 from adaflash.server.draining import DrainingServer
 from adaflash.server.engine_process import EngineProcess
 from adaflash.server.lifecycle import Lifecycle
+from adaflash.server.listener import bind, listen
 from adaflash.server.logs import configure_logging
 from adaflash.server.metrics import Metrics
 from adaflash.server.model_files import find_model, served_names
@@ -33,16 +33,13 @@ def run_server(settings: ServerSettings) -> None:
     KeyboardInterrupt when it is told to stop before it is ready, or twice.
     """
     configure_logging(settings)
-    address = Address(settings.host, settings.port)
-    with bind(address) as listener:  # before the model is loaded: a taken port shows at once
+    with bind(settings.host, settings.port) as listener:
         model_path = find_model(settings)
         try:
             with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
                 drained = runner.run(_serve(settings, model_path, listener))
         except asyncio.CancelledError:
             drained = False
-        except OSError as error:
-            raise cannot_listen(address, error) from None
     if not drained:
         raise KeyboardInterrupt
 
@@ -76,11 +73,12 @@ async def _serve(settings: ServerSettings, model_path: Path, listener: socket.so
     )
     await engine.start()
     try:
+        listen(listener)
         _on_signals(server.stop)
         await server.serve(sockets=[listener])
     finally:
         await engine.close()
-    return not server.force_exit
+    return not server.was_hurried
 
 
 def read_tokenizer(settings: ServerSettings, model_path: Path) -> Tokenizer:
@@ -104,27 +102,6 @@ def app_options(settings: ServerSettings, names: tuple[str, ...]) -> AppOptions:
         max_body_bytes=round(settings.max_body_mib * MIB),
         max_choices=settings.max_choices,
     )
-
-
-def bind(address: Address) -> socket.socket:
-    """A socket that has the address but does not listen yet. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address.host, address.port))
-    except OSError as error:
-        listener.close()
-        raise cannot_listen(address, error) from None
-    return listener
-
-
-def cannot_listen(address: Address, error: OSError) -> ConfigError:
-    """The error for a socket call that failed."""
-    place = f"{address.host}:{address.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{place} is already in use")
-    return ConfigError(f"cannot listen on {place}: {error.strerror}")
 
 
 def _on_signals(handler: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 
 from fastapi.responses import StreamingResponse
@@ -9,6 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from adaflash.engine.errors import AdaFlashError
 from adaflash.server.errors import error_body
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0  # proxies close connections on which nothing moves
 DONE = b"data: [DONE]\n\n"
@@ -43,7 +46,9 @@ async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     try:
         async for event in _with_pauses(events):
             yield KEEP_ALIVE if event is None else frame(event)
-    except AdaFlashError as error:
+    except Exception as error:  # the status is sent, so the error is an event
+        if not isinstance(error, AdaFlashError):
+            log.exception("unexpected error in a stream", exc_info=error)
         yield frame(error_body(error))
     yield DONE
 

@@ -66,7 +66,12 @@ class Tokenizer:
         return token_bytes_of(self._tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; a special token's name."""
+        """The bytes that a token stands for; a special token's name.
+
+        Nothing for ids that only pad the model's vocabulary.
+        """
+        if token_id >= self.vocab_size:
+            return b""
         if token_id in self.special_ids:
             return (self._tokenizer.id_to_token(token_id) or "").encode()
         if self.bytes_table is not None:

@@ -33,7 +33,7 @@ class WorkerProcess:
         self._folder = folder
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        # Sending never blocks (no high-water mark), so the plain socket will do.
+        # Sending never waits (no high-water mark), so the plain socket will do.
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
         self._outbox = plain.socket(zmq.PUSH)
         for socket, name in ((self._inbox, "out"), (self._outbox, "in")):
@@ -77,7 +77,11 @@ class WorkerProcess:
         raise EngineDownError(f"the engine ended with status {self.exit_status} while starting")
 
     def send(self, message: ToEngine) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        """Never waits. Raises EngineDownError if the process is gone."""
+        try:
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:  # nobody is connected, and queues have no limit
+            raise EngineDownError("the engine has just stopped; it is being restarted") from error
 
     async def messages(self) -> AsyncIterator[ToServer]:
         """What the worker posts, until it has exited and its last words are read."""

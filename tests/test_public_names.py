@@ -45,3 +45,15 @@ def test_every_command_has_its_function(name: str) -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [path for path in FILES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
     assert silent == []
+
+
+def test_the_map_names_every_module() -> None:
+    text = (ROOT / "docs/structure.md").read_text()
+    sections = re.split(r"^\*\*([a-z/]+)/\*\*", text, flags=re.MULTILINE)[1:]
+    named = {
+        f"{folder}/{name}"
+        for folder, section in zip(sections[::2], sections[1::2], strict=True)
+        for name in re.findall(r"`([a-z_/]+\.py)`", section)
+    }
+    modules = {path.relative_to(ROOT).as_posix() for path in FILES if path.name != "__init__.py"}
+    assert named == modules | {"src/adaflash/cli.py"}

@@ -12,7 +12,7 @@ VOCAB = 272
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 2, 4, 2, 8
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = 258  # <|im_end|>
-CONTEXT = 512
+CONTEXT = 8192
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

@@ -39,13 +39,13 @@ class SafetensorsCheckpoint:
         )
         # Memory-mapped: a tensor is read when it is asked for.
         files = [self._open(path) for path in _weight_files(folder)]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._file_of = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
 
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
     def _open(self, path: Path) -> safe_open:

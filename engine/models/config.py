@@ -256,7 +256,7 @@ def _eos(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]
-    return tuple(int(item) for item in values)
+    return tuple(item for item in values if isinstance(item, int))
 
 
 def _optional_int(value: object) -> int | None:

@@ -48,12 +48,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x: [T, hidden]; pages: this layer's key and value pages. Returns [T, hidden]."""
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        qk, v = torch.split(qkv, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         # Queries and keys turn together: one call instead of two.
-        q, k = rotate(qk, *turn).split((self.num_heads, self.num_kv_heads), dim=1)
+        q, k = torch.split(rotate(qk, *turn), [self.num_heads, self.num_kv_heads], dim=1)
         write_kv(*pages, k, v, inputs.slots)
         attended = inputs.attention.run(q, *pages)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]

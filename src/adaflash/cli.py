@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ COMMANDS = {
 
 def main() -> NoReturn:
     """Run the command in `sys.argv`; errors raised on purpose end in one line and exit code 1."""
+    # As Ctrl-C does: what is half done is cleaned up. The server installs its own once it runs.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(sys.argv[1:])
     except AdaFlashError as error:

@@ -67,7 +67,15 @@ def running_server(model: Path, *flags: str) -> Iterator[RunningServer]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("adaflash")), "serve", str(model)]
-    fixed = ["--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
+    fixed = [
+        "--port",
+        str(port),
+        "--served-model-name",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--no-access-log",
+    ]
     process = subprocess.Popen([*command, *fixed, *flags])
     server = RunningServer(f"http://127.0.0.1:{port}", process)
     try:

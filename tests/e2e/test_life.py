@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.running_server import RunningServer, running_server
 
-LONG = {"ignore_eos": True, "max_tokens": 450}
+LONG = {"ignore_eos": True, "max_tokens": 3000}
 
 
 def in_background(server: RunningServer, **fields: object) -> "Background":
@@ -68,7 +68,7 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones(tiny_model: Path) -> 
         assert refused.status_code == 503
         assert "Retry-After" in refused.headers
         assert request.result().status_code == 200
-        assert request.result().json()["usage"]["completion_tokens"] == 450
+        assert request.result().json()["usage"]["completion_tokens"] == 3000
         assert server.process.wait(timeout=15) == 0
 
 
