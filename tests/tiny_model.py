@@ -44,7 +44,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(torch.Generator().manual_seed(seed)), folder / "model.safetensors")
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -78,7 +78,7 @@ def _weights(generator: torch.Generator) -> dict[str, Tensor]:
     return weights | {"model.norm.weight": torch.ones(HIDDEN)}
 
 
-def _tokenizer() -> Tokenizer:
+def tiny_tokenizer() -> Tokenizer:
     """Every byte is a token; then the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))

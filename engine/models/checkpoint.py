@@ -74,4 +74,6 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
+    raise CheckpointError(
+        f"{folder} has no {SINGLE} and no {INDEX}; of a GGUF model, give the .gguf file itself"
+    )

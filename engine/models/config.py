@@ -66,7 +66,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
+NO_EXPERTS = "mixture-of-experts models are not supported; use a dense model"
 
 
 class _Fields:
@@ -110,7 +111,7 @@ def from_hf(config: Json, generation_config: Json) -> ModelConfig:
     """
     fields = _Fields(config, "config.json")
     family = _family(config)
-    _refuse_unsupported(config, fields)
+    _refuse_unsupported(config, fields, family)
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias", family == "qwen2")
     theta, scaling = _rope(config, fields.integer("max_position_embeddings", 2048))
@@ -122,7 +123,7 @@ def from_hf(config: Json, generation_config: Json) -> ModelConfig:
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        head_dim=fields.integer("head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -132,50 +133,57 @@ def from_hf(config: Json, generation_config: Json) -> ModelConfig:
         o_bias=False if family == "qwen2" else attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
         qk_norm=family == "qwen3",
-        eos_token_ids=_eos(generation_config.get("eos_token_id", config.get("eos_token_id"))),
+        eos_token_ids=_token_ids(generation_config.get("eos_token_id"))
+        or _token_ids(config.get("eos_token_id")),
         bos_token_id=_optional_int(config.get("bos_token_id")),
     )
 
 
-def from_gguf(metadata: Json, tensor_names: frozenset[str]) -> ModelConfig:
-    """From a GGUF file's metadata and the GGUF names of its tensors."""
+def from_gguf(metadata: Json, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """From a GGUF file's metadata (its scalars) and the shapes of its tensors, by GGUF names.
+
+    Raises CheckpointError for anything that would be computed wrongly.
+    """
     architecture = metadata.get("general.architecture")
-    family = GGUF_FAMILIES.get(str(architecture))
-    if family is None:
+    if architecture not in GGUF_FAMILIES:
         raise CheckpointError(
             f"GGUF architecture {architecture!r} is not supported; these are: "
             f"{', '.join(GGUF_FAMILIES)}"
         )
-    prefix = f"{architecture}."
+    family = str(architecture)
+    prefix = f"{family}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items()}
     fields = _Fields(own, "the GGUF metadata")
-    if own.get("expert_count"):
-        raise CheckpointError("mixture-of-experts models are not supported; use a dense model")
-    num_heads, hidden_size = (
-        fields.integer("attention.head_count"),
-        fields.integer("embedding_length"),
-    )
-    vocabulary = metadata.get("tokenizer.ggml.tokens")
-    assert isinstance(vocabulary, list)
+    num_heads = fields.integer("attention.head_count")
+    hidden_size = fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    if fields.integer("rope.dimension_count", head_dim) != head_dim:
+        raise CheckpointError("rotating a part of each head is not supported")
+    _refuse_unsupported_gguf(metadata, fields)
+    if "token_embd.weight" not in shapes:
+        raise CheckpointError("the GGUF file has no token_embd.weight")
     return ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size", len(vocabulary)),
+        vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=fields.integer("block_count"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
-        head_dim=fields.integer("attention.key_length", hidden_size // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", 10000.0),
         rope_scaling=_gguf_scaling(own, fields),
         max_position_embeddings=fields.integer("context_length"),
-        tie_word_embeddings="output.weight" not in tensor_names,
-        qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        o_bias="blk.0.attn_output.bias" in tensor_names,
-        mlp_bias="blk.0.ffn_up.bias" in tensor_names,
-        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
-        eos_token_ids=_eos(metadata.get("tokenizer.ggml.eos_token_id")),
+        tie_word_embeddings="output.weight" not in shapes,
+        qkv_bias="blk.0.attn_q.bias" in shapes,
+        o_bias="blk.0.attn_output.bias" in shapes,
+        mlp_bias="blk.0.ffn_up.bias" in shapes,
+        qk_norm="blk.0.attn_q_norm.weight" in shapes,
+        # Chat models may end a turn with another token than a text.
+        eos_token_ids=_token_ids(
+            [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+        ),
         bos_token_id=_optional_int(metadata.get("tokenizer.ggml.bos_token_id")),
     )
 
@@ -190,7 +198,7 @@ def _family(config: Json) -> str:
     return FAMILIES[str(name)]
 
 
-def _refuse_unsupported(config: Json, fields: _Fields) -> None:
+def _refuse_unsupported(config: Json, fields: _Fields, family: str) -> None:
     """What the decoder would compute wrongly or not at all."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -201,14 +209,30 @@ def _refuse_unsupported(config: Json, fields: _Fields) -> None:
             "unquantised model, or a GGUF file"
         )
     if config.get("num_experts") or config.get("num_local_experts"):
-        raise CheckpointError("mixture-of-experts models are not supported; use a dense model")
-    window = config.get("sliding_window")
+        raise CheckpointError(NO_EXPERTS)
     layer_types = config.get("layer_types")
-    used = fields.flag("use_sliding_window", config.get("model_type") == "mistral")
+    used = fields.flag("use_sliding_window", family == "mistral")
     if isinstance(layer_types, list):
         used = used or "sliding_attention" in layer_types
-    positions = fields.integer("max_position_embeddings", 2048)
-    if used and isinstance(window, int) and window < positions:
+    window = config.get("sliding_window", 4096)  # transformers' default; null means none
+    if used and window is not None:
+        _refuse_window(window, fields.integer("max_position_embeddings", 2048))
+
+
+def _refuse_unsupported_gguf(metadata: Json, fields: _Fields) -> None:
+    parts = metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
+        raise CheckpointError(
+            f"this is one of {parts} parts of a GGUF model; join them with llama-gguf-split --merge"
+        )
+    if fields.integer("expert_count", 0):
+        raise CheckpointError(NO_EXPERTS)
+    if window := fields.integer("attention.sliding_window", 0):
+        _refuse_window(window, fields.integer("context_length"))
+
+
+def _refuse_window(window: object, positions: int) -> None:
+    if not isinstance(window, int) or window < positions:
         raise CheckpointError(
             f"sliding-window attention ({window} of {positions} tokens) is not supported; "
             "use a model with full attention"
@@ -223,6 +247,11 @@ def _rope(config: Json, max_positions: int) -> tuple[float, RopeScaling | None]:
     fields = _Fields(values, "the rope parameters")
     top = _Fields(config, "config.json")
     theta = fields.number("rope_theta", top.number("rope_theta", 10000.0))
+    turned = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    if turned != 1:
+        raise CheckpointError(
+            "rotating a part of each head (partial_rotary_factor) is not supported"
+        )
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -249,14 +278,15 @@ def _gguf_scaling(own: Json, fields: _Fields) -> RopeScaling | None:
         return None
     if kind == "linear":
         return LinearScaling(fields.number("rope.scaling.factor"))
-    raise CheckpointError(f"RoPE scaling {kind!r} is not supported; 'linear' is")
+    raise CheckpointError(
+        f"RoPE scaling {kind!r} is not supported in GGUF files; 'linear' is, or a model without "
+        "scaling"
+    )
 
 
-def _eos(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
+def _token_ids(value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
-    return tuple(item for item in values if isinstance(item, int))
+    return tuple(dict.fromkeys(item for item in values if isinstance(item, int)))
 
 
 def _optional_int(value: object) -> int | None:

@@ -31,7 +31,6 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FREQS = "rope_freqs.weight"  # Llama 3's scaling, as one divisor per frequency
-TYPED_FIELDS = ("tokenizer.ggml.tokens",)
 
 
 class GgufCheckpoint:
@@ -44,7 +43,9 @@ class GgufCheckpoint:
             raise CheckpointError(f"cannot read {path} as GGUF: {error}") from error
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         scaling = tensors.pop(ROPE_FREQS, None)
-        config = from_gguf(_metadata(reader), frozenset(tensors))
+        # GGUF counts a tensor's dimensions from the innermost one.
+        shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
+        config = from_gguf(_scalars(reader), shapes)
         if scaling is not None:
             divisors = tuple(_dequantised(scaling).flatten().tolist())
             config = dataclasses.replace(config, rope_scaling=TabulatedScaling(divisors))
@@ -73,15 +74,13 @@ def _hf_name(name: str) -> str:
     return name  # not one of ours: the loader will name it as left over
 
 
-def _metadata(reader: gguf.GGUFReader) -> dict[str, object]:
-    """Scalars and strings of the header, and the vocabulary's length as a list."""
-    metadata: dict[str, object] = {}
-    for name, field in reader.fields.items():
-        if name in TYPED_FIELDS:
-            metadata[name] = list(field.data)
-        elif field.types and field.types[0] is not gguf.GGUFValueType.ARRAY:
-            metadata[name] = field.contents()
-    return metadata
+def _scalars(reader: gguf.GGUFReader) -> dict[str, object]:
+    """Numbers and strings of the header; its lists are the tokenizer's."""
+    return {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if field.types and field.types[0] is not gguf.GGUFValueType.ARRAY
+    }
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> Tensor:

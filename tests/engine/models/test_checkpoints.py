@@ -14,6 +14,7 @@ from tests.engine.models.families import BASE, CPU, save
 from tests.tiny_model import write_tiny_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **BASE}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
 
 
 def load(folder: Path) -> None:
@@ -91,7 +92,9 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
         ({"sliding_window": 64, "use_sliding_window": True}, "sliding-window"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
+        ({**MISTRAL, "sliding_window": 64}, "64 of 8192 tokens"),
+        (MISTRAL, "4096 of 8192 tokens"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_local_experts": 8}, "mixture-of-experts"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
@@ -105,7 +108,8 @@ def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, object], w
 
 
 def test_a_window_as_long_as_the_context_is_no_window() -> None:
-    from_hf({**LLAMA, "model_type": "mistral", "sliding_window": 256}, {})
+    assert from_hf({**LLAMA, **MISTRAL, "sliding_window": 8192}, {}).family == "mistral"
+    assert from_hf({**LLAMA, **MISTRAL, "sliding_window": None}, {}).family == "mistral"
 
 
 def test_old_and_new_rope_keys_say_the_same() -> None:
@@ -125,14 +129,13 @@ def test_old_and_new_rope_keys_say_the_same() -> None:
 def test_generation_config_says_what_ends_a_text() -> None:
     assert from_hf(LLAMA, {}).eos_token_ids == (2,)
     assert from_hf(LLAMA, {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    assert from_hf(LLAMA, {"eos_token_id": None}).eos_token_ids == (2,)
+    assert from_hf(LLAMA, {"eos_token_id": 0}).eos_token_ids == (0,)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load(tmp_path)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF but not really")
-    with pytest.raises(CheckpointError, match="as GGUF"):
-        load(tmp_path / "model.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(CheckpointError, match="cannot read"):

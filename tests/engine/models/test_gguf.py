@@ -1,5 +1,6 @@
 """GGUF files: written here from tiny transformers models, and the default model's own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -15,9 +16,11 @@ from adaflash.engine.config import EngineConfig
 from adaflash.engine.devices import choose_device
 from adaflash.engine.errors import CheckpointError
 from adaflash.engine.models.checkpoint import Checkpoint
+from adaflash.engine.models.config import LinearScaling, from_gguf
 from adaflash.engine.models.gguf_checkpoint import LAYER_NAMES, TOP_NAMES
 from adaflash.engine.models.weights import decoder_from, load_decoder, open_checkpoint
 from adaflash.engine.types import SamplingParams
+from adaflash.server.gguf_tokenizer import read_gguf_tokenizer
 from adaflash.server.settings import default_cache_dir
 from tests.engine.models.families import CPU, FAMILIES, VOCAB, PagedRun, randomize
 from tests.engine.toy import request, run, text
@@ -40,7 +43,12 @@ def interleave(values: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(values.shape)
 
 
-def write_gguf(path: Path, model: PreTrainedModel, quantisation: str, *extra: str) -> None:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    quantisation: str = "F32",
+    extra: Mapping[str, Tensor] = {},
+) -> None:
     """As llama.cpp's converter does; also rounds the model's own weights to what the file holds."""
     config = model.config
     architecture = config.model_type
@@ -73,8 +81,8 @@ def write_gguf(path: Path, model: PreTrainedModel, quantisation: str, *extra: st
             packed = packed[rows]
         raw = None if not is_matrix else kind
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(packed), raw_dtype=raw)
-    for name in extra:
-        writer.add_tensor(name, np.ones(config.hidden_size // 8, dtype=np.float32))
+    for name, tensor in extra.items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,64 +104,123 @@ def test_every_quantisation_of_a_llama(quantisation: str, tmp_path: Path) -> Non
     assert_same_logits(tmp_path / "model.gguf", model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "qwen3"])
 def test_each_architecture(family: str, tmp_path: Path) -> None:
     model = randomize(FAMILIES[family])
-    write_gguf(tmp_path / "model.gguf", model, "F32")
+    write_gguf(tmp_path / "model.gguf", model)
     assert_same_logits(tmp_path / "model.gguf", model)
 
 
 def test_tabulated_rope_divisors_are_used(tmp_path: Path) -> None:
     """Llama 3's GGUF files hold its RoPE scaling as a tensor of divisors."""
-    model = randomize(FAMILIES["llama"])
-    write_gguf(tmp_path / "model.gguf", model, "F32", "rope_freqs.weight")
-    assert_same_logits(tmp_path / "model.gguf", model)  # the divisors written here are ones
-    checkpoint = open_checkpoint(tmp_path / "model.gguf")
-    assert checkpoint.config.rope_scaling is not None
+    model = randomize(FAMILIES["llama3 scaling"])
+    scaled = model.model.rotary_emb.inv_freq
+    exponents = torch.arange(len(scaled)) / len(scaled)
+    divisors = model.config.rope_parameters["rope_theta"] ** -exponents / scaled
+    assert divisors.max() > 2
+    write_gguf(tmp_path / "model.gguf", model, extra={"rope_freqs.weight": divisors})
+    assert_same_logits(tmp_path / "model.gguf", model)
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     model = randomize(FAMILIES["llama"])
-    write_gguf(tmp_path / "model.gguf", model, "F32", "blk.0.attn_sinks.weight")
+    write_gguf(tmp_path / "model.gguf", model, extra={"blk.0.attn_sinks.weight": torch.ones(4)})
     with pytest.raises(CheckpointError, match=r"attn_sinks"):
         load_decoder(tmp_path / "model.gguf", torch.float32, CPU)
 
 
-@pytest.fixture(scope="module")
-def default_model() -> Checkpoint:
-    path = locate(
-        DEFAULT_MODEL, cache_dir=default_cache_dir(), on_progress=lambda done, total: None
-    )
-    return open_checkpoint(path)
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.2, 0.5, 0.99])
+def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, randomize(FAMILIES["llama"]))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(CheckpointError, match="as GGUF"):
+        open_checkpoint(path)
 
 
-PROMPTS = [
-    [1, 4093, 198, 504 + 31 * number, 3575, 282, 4649, 314, 2, 198, 1, 520, 9531, 198]
-    for number in range(10)
-]
+METADATA: dict[str, object] = {
+    "general.architecture": "llama",
+    "llama.context_length": 8192,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.block_count": 3,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+SHAPES = {"token_embd.weight": (VOCAB, 64)}
 
 
-def test_the_default_model_writes_what_transformers_writes(default_model: Checkpoint) -> None:
-    """The first 64 greedy tokens of ten prompts, in float32, ours batched by the engine."""
-    reference = as_transformers(default_model)
-    prompts = torch.tensor(PROMPTS)
-    written = reference.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=64,
-        min_new_tokens=64,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )[:, prompts.shape[1] :]
-    sampling = SamplingParams(seed=0, max_tokens=64, temperature=0, ignore_eos=True)
-    requests = [request(f"{index}", ids, sampling) for index, ids in enumerate(PROMPTS)]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general.architecture": "gemma"}, "'gemma'"),
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"llama.rope.dimension_count": 8}, "a part of each head"),
+        ({"llama.attention.sliding_window": 4096}, "4096 of 8192"),
+        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"split.count": 3}, "3 parts"),
+        ({"llama.block_count": None}, "block_count"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        from_gguf({**METADATA, **changes}, SHAPES)
+
+
+def test_metadata_is_read() -> None:
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    ends = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 9}
+    config = from_gguf({**METADATA, **linear, **ends}, SHAPES)
+    assert config.rope_scaling == LinearScaling(4.0)
+    assert config.eos_token_ids == (2, 9)  # of a text and of a turn
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (VOCAB, 16, 4)
+
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea, there lived",
+    "Water boils at",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 1, 2, 3, 5, 8,",
+    "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
+    "La vie est",
+    "The three laws of robotics are",
+)
+
+
+def test_the_default_model_writes_what_transformers_writes() -> None:
+    """The first 64 greedy tokens of ten prompts, in float32, batched by our engine.
+
+    transformers reads each text once, instead of writing it: if its most likely token after every
+    prefix is the next one of the text, it would have written that text.
+    """
+    path = locate(DEFAULT_MODEL, cache_dir=default_cache_dir(), on_progress=lambda *_: None)
+    tokenizer = read_gguf_tokenizer(path)[0]
+    prompts = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in PROMPTS]
+    checkpoint = open_checkpoint(path)
+    written = greedy_texts(checkpoint, prompts)
+    reference = as_transformers(checkpoint)
+    for prompt, text_ids in zip(prompts, written, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + text_ids])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == text_ids
+
+
+def greedy_texts(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]]:
+    """64 tokens after each prompt, from the whole engine."""
     config = EngineConfig(model_path="", dtype="float32", kv_cache_gib=0.2, max_model_len=512)
     device = choose_device(config)
-    size = size_cache(config, default_model.config, device)
-    decoder = decoder_from(default_model, torch.float32, CPU)
+    size = size_cache(config, checkpoint.config, device)
+    decoder = decoder_from(checkpoint, torch.float32, CPU)
+    sampling = SamplingParams(seed=0, max_tokens=64, temperature=0, ignore_eos=True)
+    requests = [request(f"{index}", ids, sampling) for index, ids in enumerate(prompts)]
     deltas = run(assemble(config, decoder, device, size), requests)
-    assert [text(deltas[f"{index}"]) for index in range(10)] == written.tolist()
+    texts = [text(deltas[item.request_id]) for item in requests]
+    assert [len(ids) for ids in texts] == [64] * len(prompts)
+    return texts
 
 
 def as_transformers(checkpoint: Checkpoint) -> PreTrainedModel:

@@ -1,0 +1,104 @@
+"""An engine that needs no model: for testing what is built on the HTTP API.
+
+It answers with the prompt's own tokens over and over, one token a delta.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from adaflash.engine.errors import EngineDownError, QueueFullError
+from adaflash.engine.messages import EngineFacts, TokenDelta
+from adaflash.engine.types import FinishReason, Request
+from adaflash.server.engine_client import TokenStream
+
+FACTS = EngineFacts(
+    pid=0,
+    vocab_size=272,
+    max_model_len=512,
+    num_pages=256,
+    page_size=16,
+    dtype="none",
+    device="none",
+    num_threads=0,
+    attention="none",
+    load_s=0.0,
+    eos_token_ids=[],
+)
+
+
+@dataclass
+class FakeEngineClient:
+    """See EngineClient. The fields can be changed while it is in use."""
+
+    served_facts: EngineFacts = FACTS
+    is_alive: bool = True
+    is_advancing: bool = True
+    max_in_flight: int = 64
+    token_s: float = 0.0  # pause before each token
+    dies_after: int | None = None  # tokens of a stream before it fails; None: it lives
+    aborted: list[str] = field(default_factory=list)  # ids of requests that were given up
+    submitted: list[Request] = field(default_factory=list)
+    _in_flight: set[str] = field(default_factory=set)
+
+    @property
+    def facts(self) -> EngineFacts:
+        if not self.is_alive:
+            raise EngineDownError("the fake engine is down")
+        return self.served_facts
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def submit(self, requests: Sequence[Request]) -> list[TokenStream]:
+        if not self.is_alive:
+            raise EngineDownError("the fake engine is down")
+        if self.num_in_flight + len(requests) > self.max_in_flight:
+            raise QueueFullError("the fake queue is full", retry_after_s=1)
+        self.submitted += requests
+        return [FakeStream(self, request) for request in requests]
+
+
+class FakeStream:
+    """See TokenStream."""
+
+    def __init__(self, engine: FakeEngineClient, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._num_sent = 0
+        self._ended = False
+        engine._in_flight.add(request.request_id)
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        await asyncio.sleep(self._engine.token_s)
+        if self._num_sent == self._engine.dies_after:
+            self._end()
+            raise EngineDownError("the fake engine died")
+        first, prompt = self._num_sent == 0, self._request.prompt_ids
+        token = prompt[self._num_sent % len(prompt)]
+        self._num_sent += 1
+        last = self._num_sent == self._request.sampling.max_tokens
+        if last:
+            self._end()
+        return TokenDelta(
+            request_id=self._request.request_id,
+            token_ids=[token],
+            finish_reason=FinishReason.LENGTH if last else None,
+            num_cached_tokens=0 if first else None,
+            queue_s=0.0 if first else None,
+        )
+
+    def abort(self) -> None:
+        if not self._ended:
+            self._engine.aborted.append(self._request.request_id)
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._engine._in_flight.discard(self._request.request_id)

@@ -1,0 +1,216 @@
+"""Life around the answers: keys, overload, shutdown, failures, ids, metrics."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from adaflash.server.context import AppOptions
+from adaflash.server.fake_engine import FakeEngineClient
+from tests.server.app_client import HELLO, Served
+
+CHAT = "/v1/chat/completions"
+Steps = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+def run(served: Served, steps: Steps) -> None:
+    async def inside() -> None:
+        async with served.client() as client:
+            await steps(client)
+
+    asyncio.run(inside())
+
+
+def events(answer: httpx.Response) -> list[dict[str, object]]:
+    lines = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_keys_guard_everything_but_health_and_metrics() -> None:
+    served = Served(options=AppOptions(("tiny",), api_keys=("first", "second")))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"messages": HELLO, "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}):
+            for path in (CHAT, "/tokenize", "/detokenize", "/v1/completions"):
+                answer = await client.post(path, json=body, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert (await client.get("/v1/models", headers=headers)).status_code == 401
+        for key in ("first", "second"):
+            good = await client.post(CHAT, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert good.status_code == 200
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+
+    run(served, steps)
+
+
+def test_a_full_queue_is_429_with_a_time() -> None:
+    served = Served(engine=FakeEngineClient(max_in_flight=2))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            body = {"messages": HELLO, "n": 3, "stream": stream}
+            answer = await client.post(CHAT, json=body)
+            assert answer.status_code == 429
+            assert answer.headers["Retry-After"] == "1"
+            assert answer.json()["error"]["code"] == "queue_full"
+
+    run(served, steps)
+    assert served.metric("adaflash_admission_rejections_total", reason="queue_full") == 2
+
+
+def test_draining_and_down_are_503() -> None:
+    served = Served()
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"messages": HELLO, "max_tokens": 1}
+        served.engine.is_advancing = False
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        served.engine.is_alive = False
+        assert (await client.get("/health")).status_code == 503
+        down = await client.post(CHAT, json=body)
+        assert (down.status_code, down.json()["error"]["code"]) == (503, "engine_down")
+        served.engine.is_alive = served.engine.is_advancing = True
+        served.lifecycle.draining = True
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post(CHAT, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert "Retry-After" in refused.headers
+
+    run(served, steps)
+
+
+def test_a_death_in_mid_stream_is_an_event() -> None:
+    served = Served(engine=FakeEngineClient(dies_after=3))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json={"messages": HELLO, "stream": True})
+        assert answer.status_code == 200
+        *_, last = events(answer)
+        error = last["error"]
+        assert isinstance(error, dict)
+        assert error["code"] == "engine_down"
+        whole = await client.post(CHAT, json={"messages": HELLO})
+        assert whole.status_code == 503
+
+    run(served, steps)
+    assert served.metric("adaflash_request_success_total", finished_reason="error") == 2
+
+
+def test_unknown_places_answer_in_the_same_shape() -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        for answer, status in (
+            (await client.get("/nowhere"), 404),
+            (await client.get(CHAT), 405),
+            (await client.post(CHAT, json={"model": "other", "messages": HELLO}), 404),
+            (await client.get("/v1/models/a/b"), 404),
+        ):
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    run(Served(), steps)
+
+
+def test_an_unexpected_error_is_500_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the secret inside")
+
+    monkeypatch.setattr(served.engine, "submit", fail)
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json={"messages": HELLO})
+        assert answer.status_code == 500
+        assert "secret" not in answer.text
+        assert answer.json()["error"]["code"] == "internal_error"
+
+    run(served, steps)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("my-id.1", True), ("a b", False), ("x" * 200, False)])
+def test_request_ids_are_echoed_or_made(given: str, kept: bool) -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        answer = await client.get("/health", headers={"X-Request-Id": given})
+        assert (answer.headers["X-Request-Id"] == given) == kept
+        chat = await client.post(
+            CHAT, json={"messages": HELLO, "max_tokens": 1}, headers={"X-Request-Id": given}
+        )
+        assert chat.json()["id"] == f"chatcmpl-{chat.headers['X-Request-Id']}"
+
+    run(Served(), steps)
+
+
+def test_one_id_used_twice_at_once_is_two_requests() -> None:
+    served = Served(engine=FakeEngineClient(token_s=0.001))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"messages": HELLO, "max_tokens": 5}
+        headers = {"X-Request-Id": "same"}
+        posts = [client.post(CHAT, json=body, headers=headers) for _ in range(2)]
+        answers = await asyncio.gather(*posts)
+        assert [answer.status_code for answer in answers] == [200, 200]
+
+    run(served, steps)
+    assert len({request.request_id for request in served.engine.submitted}) == 2
+
+
+def test_metrics_count_what_happened() -> None:
+    served = Served()
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        await client.post(CHAT, json={"messages": HELLO, "max_tokens": 5, "n": 2})
+        body = {"messages": HELLO, "max_tokens": 5, "stop": "H"}
+        answer = await client.post(CHAT, json=body)
+        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+        await client.get("/no/such/path")
+        text = (await client.get("/metrics")).text
+        assert 'adaflash_http_requests_total{endpoint="unmatched"' in text
+
+    run(served, steps)
+    ends = {
+        reason: served.metric("adaflash_request_success_total", finished_reason=reason)
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert sum(ends.values()) == 3
+    assert ends["abort"] == ends["error"] == 0
+    assert served.metric("adaflash_generation_tokens_total") == 15
+    assert served.metric("adaflash_time_to_first_token_seconds_count") == 3
+    prompt = len(served.engine.submitted[0].prompt_ids)
+    assert served.metric("adaflash_prompt_tokens_total") == 2 * prompt  # n = 2 counts it once
+
+
+def test_tokenize_and_back() -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        text = "héllo 🙂 <|im_end|>"
+        tokens = (await client.post("/tokenize", json={"prompt": text})).json()
+        assert tokens["count"] == len(tokens["tokens"]) == len("héllo 🙂 ".encode()) + 1
+        back = await client.post("/detokenize", json={"tokens": tokens["tokens"]})
+        assert back.json()["prompt"] == text
+        chat = await client.post("/tokenize", json={"messages": HELLO})
+        assert chat.json()["count"] > 6
+        assert (await client.post("/tokenize", json={})).status_code == 400
+        out_of_range = await client.post("/detokenize", json={"tokens": [10**6]})
+        assert out_of_range.status_code == 400
+
+    run(Served(), steps)
+
+
+def test_an_idle_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaflash.server.sse.KEEP_ALIVE_S", 0.01)
+    served = Served(engine=FakeEngineClient(token_s=0.05))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"messages": HELLO, "max_tokens": 2, "stream": True}
+        answer = await client.post(CHAT, json=body)
+        assert ": keep-alive\n\n" in answer.text
+        assert len(events(answer)) == 2  # the fake's first token, a special one, has no text
+
+    run(served, steps)
