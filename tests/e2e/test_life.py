@@ -14,10 +14,12 @@ LONG = {"ignore_eos": True, "max_tokens": 3000}
 
 
 def in_background(server: RunningServer, **fields: object) -> "Background":
+    """Start a request and wait until it runs."""
+    before = server.metric("adaflash_num_requests_running")
     request = Background(server, fields)
     request.start()
     deadline = time.monotonic() + 10
-    while server.metric("adaflash_num_requests_running") == 0 and time.monotonic() < deadline:
+    while server.metric("adaflash_num_requests_running") == before and time.monotonic() < deadline:
         time.sleep(0.01)
     return request
 
