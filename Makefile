@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 # The rooms must not be importable by their bare names (docs/decisions/001).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve setup test check clean
+.PHONY: help serve setup test check bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,6 +31,10 @@ check: $(VENV)/.installed-dev  ## lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev  ## measure step times and tokens per second on this machine
+	$(BIN)/python bench/step_time.py
+	$(BIN)/python bench/concurrency.py
 
 clean:  ## remove the environment, caches and build outputs
 	rm -rf $(VENV) build dist src/adaflash.egg-info

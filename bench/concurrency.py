@@ -1,20 +1,28 @@
-"""Output tokens per second of a running server at several concurrencies, alternating, in rounds.
+"""Output tokens per second of the server at several concurrencies, alternating, in rounds.
 
-    python bench/concurrency.py --url http://127.0.0.1:8000 [--concurrency 1,8,32] [--rounds 3]
+    python bench/concurrency.py [--concurrency 1,8,32] [--rounds 3] [--flags "--num-threads 1"]
 
-Closed loop, streaming, temperature 0, `ignore_eos`; the client runs on the server's machine.
+Starts `adaflash serve` with the flags, or takes a running server with --url. Streaming,
+temperature 0, `ignore_eos`, prompts that share nothing; the client runs on the server's machine.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import shlex
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
 NUM_TOKENS = 128
+OWN_URL = "http://127.0.0.1:8917"
 SUBJECTS = ("a lighthouse", "prime numbers", "sourdough bread", "the Moon", "a shy dragon")
 TASKS = ("Explain", "Write a short story about", "List ten facts about", "Write a poem about")
 
@@ -63,30 +71,57 @@ async def measure(url: str, concurrency: int, salt: int) -> tuple[float, list[Ti
     return concurrency * NUM_TOKENS / elapsed, list(timings)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    levels = [int(level) for level in options.concurrency.split(",")]
+@contextlib.contextmanager
+def own_server(flags: str) -> Iterator[str]:
+    """A server with these flags; its URL, once it is ready."""
+    adaflash = Path(sys.executable).with_name("adaflash")
+    port = OWN_URL.rsplit(":", 1)[1]
+    command = [str(adaflash), "serve", "--port", port, "--no-access-log", *shlex.split(flags)]
+    process = subprocess.Popen(command)
+    try:
+        while True:
+            time.sleep(0.2)
+            if process.poll() is not None:
+                sys.exit("the server did not start")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(OWN_URL + "/ready").status_code == 200:
+                    break
+        yield OWN_URL
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run_rounds(url: str, levels: list[int], rounds: int) -> None:
     rates: dict[int, list[float]] = {level: [] for level in levels}
     timings: dict[int, list[Timing]] = {level: [] for level in levels}
-    asyncio.run(measure(options.url, max(levels), 0))  # warm-up
-    for round_number in range(options.rounds):
+    asyncio.run(measure(url, max(levels), 0))  # warm-up
+    for round_number in range(rounds):
         for level in levels:
-            salt = 1000 * (round_number + 1) + level
-            rate, seen = asyncio.run(measure(options.url, level, salt))
+            rate, seen = asyncio.run(measure(url, level, 1000 * (round_number + 1) + level))
             rates[level].append(rate)
             timings[level] += seen
     print("concurrency  tokens/s (min .. max)      TTFT ms  ms per token")
     for level in levels:
         low, middle, high = min(rates[level]), statistics.median(rates[level]), max(rates[level])
         ttft = statistics.mean(t.first_s for t in timings[level]) * 1e3
-        tpot = statistics.mean((t.last_s - t.first_s) / (NUM_TOKENS - 1) for t in timings[level])
-        print(
-            f"{level:>11}  {middle:7.1f} ({low:.1f} .. {high:.1f})  {ttft:9.0f}  {tpot * 1e3:8.1f}"
+        tpot = 1e3 * statistics.mean(
+            (t.last_s - t.first_s) / (NUM_TOKENS - 1) for t in timings[level]
         )
+        print(f"{level:>11}  {middle:7.1f} ({low:.1f} .. {high:.1f})  {ttft:9.0f}  {tpot:8.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url")
+    parser.add_argument("--flags", default="")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    levels = [int(level) for level in options.concurrency.split(",")]
+    server = contextlib.nullcontext(options.url) if options.url else own_server(options.flags)
+    with server as url:
+        run_rounds(url, levels, options.rounds)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from adaflash.engine.catalog import DEFAULT_MODEL, locate
 from adaflash.engine.config import EngineConfig
 from adaflash.engine.engine import Engine
 from adaflash.engine.types import Request, SamplingParams
+from adaflash.server.settings import default_cache_dir
 
 CONTEXT = 200  # tokens in the cache of each sequence when measuring starts
 KINDS = {
@@ -39,9 +40,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
-    config = EngineConfig(
-        model_path=str(locate(options.model)), dtype=options.dtype, num_threads=options.threads
+    path = locate(
+        options.model, cache_dir=default_cache_dir(), on_progress=lambda done, total: None
     )
+    config = EngineConfig(model_path=str(path), dtype=options.dtype, num_threads=options.threads)
     engine, facts = build_engine(config)
     print(f"{Path(config.model_path).name}, {facts.dtype}, {facts.num_threads} threads")
     for rows in map(int, options.rows.split(",")):

@@ -66,7 +66,7 @@ def locate(
                 "another folder for models"
             ) from error
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path.resolve()
     repository, _, file = model.partition(":")
     if repository.count("/") == 1 and not model.startswith((".", "/", "~")):

@@ -203,24 +203,32 @@ def test_an_unknown_name_lists_what_can_be_given(model: str, tmp_path: Path) -> 
         locate(model, cache_dir=tmp_path, on_progress=ignore)
 
 
-def test_a_hub_that_is_not_reached_is_told(tmp_path: Path) -> None:
-    """In a process of its own: the hub's library reads its settings when it is imported."""
+def locate_offline(model: str, cache_dir: Path) -> str:
+    """What `locate` returns or raises where no hub is reached.
+
+    In a process of its own: the hub's library reads its settings when it is imported.
+    """
     code = (
         "import sys; from pathlib import Path; from adaflash.engine import catalog, errors\n"
         "try:\n"
-        "    catalog.locate(sys.argv[1], cache_dir=Path(sys.argv[2]), on_progress=print)\n"
+        "    print(catalog.locate(sys.argv[1], cache_dir=Path(sys.argv[2]), on_progress=print))\n"
         "except errors.CheckpointError as error:\n"
         "    print(error)"
     )
-    for model in ("org/name", "org/name:file.gguf", "org/not a name"):
-        outcome = subprocess.run(
-            [sys.executable, "-c", code, model, str(tmp_path)],
-            env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert outcome.stdout.startswith(f"cannot fetch {model.partition(':')[0]} from the hub: ")
+    outcome = subprocess.run(
+        [sys.executable, "-c", code, model, str(cache_dir)],
+        env={"HF_HUB_OFFLINE": "1", "HOME": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return outcome.stdout.strip()
+
+
+@pytest.mark.parametrize("model", ["org/name", "org/name:file.gguf", "org/not a name"])
+def test_a_hub_that_is_not_reached_is_told(model: str, tmp_path: Path) -> None:
+    repository = model.partition(":")[0]
+    assert locate_offline(model, tmp_path).startswith(f"cannot fetch {repository} from the hub: ")
 
 
 def test_a_hub_model_in_the_cache_is_found_without_network(tmp_path: Path) -> None:
@@ -231,16 +239,5 @@ def test_a_hub_model_in_the_cache_is_found_without_network(tmp_path: Path) -> No
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
     (snapshot / "model.gguf").write_bytes(CONTENT)
-    code = (
-        "import sys; from pathlib import Path; from adaflash.engine import catalog\n"
-        "for model in ('org/name', 'org/name:model.gguf'):\n"
-        "    print(catalog.locate(model, cache_dir=Path(sys.argv[1]), on_progress=print))"
-    )
-    outcome = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert outcome.stdout.split() == [str(snapshot), str(snapshot / "model.gguf")]
+    assert locate_offline("org/name", tmp_path) == str(snapshot)
+    assert locate_offline("org/name:model.gguf", tmp_path) == str(snapshot / "model.gguf")
