@@ -7,7 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from adaflash.server.engine_client import EngineClient
-from adaflash.server.errors import ModelNotFoundError, ShuttingDownError
+from adaflash.server.errors import ModelNotFoundError, ShuttingDownError, shorten
 from adaflash.server.lifecycle import Lifecycle
 from adaflash.server.metrics import Metrics
 from adaflash.server.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class AppContext:
         names = self.options.served_model_names
         if asked is not None and asked not in names:
             raise ModelNotFoundError(
-                f"the model {asked!r} is not served here; served: {', '.join(names)}"
+                f"the model {shorten(asked)!r} is not served here; served: {', '.join(names)}"
             )
         return asked or names[0]
 

@@ -1,6 +1,5 @@
 """From errors to HTTP: one table, one body shape (OpenAI's nested one) for every route."""
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,8 @@ from adaflash.engine.errors import (
     RequestError,
 )
 
-log = logging.getLogger(__name__)
-
 RETRY_AFTER_S = 2  # while draining or restarting
-MAX_SHOWN = 100  # characters of a wrong value in a message
+MAX_SHOWN = 100  # characters of a client's value or name in a message
 
 
 class RequestTooLargeError(InvalidRequestError):
@@ -82,6 +79,11 @@ def body(message: str, row: HttpError, param: str | None = None) -> dict[str, ob
     return {"error": {"message": message, "type": row.type, "param": param, "code": row.code}}
 
 
+def shorten(text: str) -> str:
+    """The start of what a client sent, for a message."""
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
 def error_response(error: Exception) -> JSONResponse:
     """The whole answer for `error`."""
     row = look_up(error)
@@ -96,7 +98,7 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in this shape."""
+    """Answer every expected error of `app` in this shape; RequestLog answers the others."""
 
     async def on_own(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)
@@ -110,22 +112,17 @@ def install(app: FastAPI) -> None:
         row = HttpError(error.status_code, INVALID if error.status_code < 500 else "server_error")
         return JSONResponse(body(str(error.detail), row), error.status_code, error.headers)
 
-    async def on_any(request: Request, error: Exception) -> JSONResponse:
-        log.exception("unexpected error on %s", request.url.path, exc_info=error)
-        return error_response(error)
-
     app.add_exception_handler(AdaFlashError, on_own)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_any)
 
 
 def explain(problems: Sequence[Mapping[str, object]]) -> InvalidRequestError:
     """One sentence for what pydantic found: of several tries at a union, the one that got furthest."""
     problem = max(problems, key=lambda found: len(_path(found)))
     path = _path(problem)
-    param = ".".join(path) or None
-    message = str(problem["msg"])
+    param = shorten(".".join(path)) or None
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         return InvalidRequestError(f"Unrecognized request argument supplied: {param}", param=param)
     if problem["type"] == "json_invalid":
@@ -133,9 +130,7 @@ def explain(problems: Sequence[Mapping[str, object]]) -> InvalidRequestError:
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
     if problem["type"] in ("missing", "json_type") or not path:
         return InvalidRequestError(f"{param or 'body'}: {message}", param=param)
-    shown = repr(problem.get("input"))
-    if len(shown) > MAX_SHOWN:
-        shown = shown[:MAX_SHOWN] + "..."
+    shown = shorten(repr(problem.get("input")))
     return InvalidRequestError(f"{param}: {message} (got {shown})", param=param)
 
 

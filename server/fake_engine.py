@@ -1,15 +1,16 @@
 """An engine that needs no model: for testing what is built on the HTTP API.
 
-It answers with the prompt's own tokens over and over, one token a delta.
+It answers with the prompt's own tokens over and over, and finds each of them equally likely.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from adaflash.engine.errors import EngineDownError, QueueFullError
 from adaflash.engine.messages import EngineFacts, TokenDelta
-from adaflash.engine.types import FinishReason, Request
+from adaflash.engine.types import FinishReason, Request, TokenLogprobs
 from adaflash.server.engine_client import TokenStream
 
 FACTS = EngineFacts(
@@ -35,7 +36,8 @@ class FakeEngineClient:
     is_alive: bool = True
     is_advancing: bool = True
     max_in_flight: int = 64
-    token_s: float = 0.0  # pause before each token
+    delta_s: float = 0.0  # pause before each delta
+    tokens_per_delta: int = 1
     dies_after: int | None = None  # tokens of a stream before it fails; None: it lives
     aborted: list[str] = field(default_factory=list)  # ids of requests that were given up
     submitted: list[Request] = field(default_factory=list)
@@ -76,23 +78,38 @@ class FakeStream:
     async def __anext__(self) -> TokenDelta:
         if self._ended:
             raise StopAsyncIteration
-        await asyncio.sleep(self._engine.token_s)
-        if self._num_sent == self._engine.dies_after:
+        await asyncio.sleep(self._engine.delta_s)
+        dies_after = self._engine.dies_after
+        if dies_after is not None and self._num_sent >= dies_after:
             self._end()
             raise EngineDownError("the fake engine died")
-        first, prompt = self._num_sent == 0, self._request.prompt_ids
-        token = prompt[self._num_sent % len(prompt)]
-        self._num_sent += 1
+        first = self._num_sent == 0
+        token_ids = self._next_tokens()
         last = self._num_sent == self._request.sampling.max_tokens
         if last:
             self._end()
         return TokenDelta(
             request_id=self._request.request_id,
-            token_ids=[token],
+            token_ids=token_ids,
+            logprobs=self._logprobs(token_ids),
             finish_reason=FinishReason.LENGTH if last else None,
             num_cached_tokens=0 if first else None,
             queue_s=0.0 if first else None,
         )
+
+    def _next_tokens(self) -> list[int]:
+        start, prompt = self._num_sent, self._request.prompt_ids
+        end = start + self._engine.tokens_per_delta
+        self._num_sent = min(end, self._request.sampling.max_tokens)
+        return [prompt[number % len(prompt)] for number in range(start, self._num_sent)]
+
+    def _logprobs(self, token_ids: list[int]) -> list[TokenLogprobs] | None:
+        count = self._request.sampling.num_logprobs
+        if count is None:
+            return None
+        logprob = -math.log(self._engine.served_facts.vocab_size)
+        top = [(token_id, logprob) for token_id in range(count)]
+        return [TokenLogprobs(token_id, logprob, top) for token_id in token_ids]
 
     def abort(self) -> None:
         if not self._ended:

@@ -1,9 +1,10 @@
 """From prompts to choices: what chat and text completions, streamed or whole, have in common."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +14,7 @@ from adaflash.engine.messages import TokenDelta
 from adaflash.engine.types import FinishReason, Request, SamplingParams, TokenLogprobs
 from adaflash.server.context import AppContext
 from adaflash.server.engine_client import TokenStream
-from adaflash.server.errors import GenerationFailedError, ShuttingDownError
+from adaflash.server.errors import GenerationFailedError, ShuttingDownError, look_up
 from adaflash.server.metrics import Metrics
 from adaflash.server.sampling import seed_of_choice
 from adaflash.server.text import TextStream
@@ -106,7 +107,7 @@ def start(job: Job, context: AppContext) -> Generation:
         for prompt_number, prompt in enumerate(job.prompts)
         for choice in range(job.num_choices)
     ]
-    streams = _submit(requests, context)
+    streams = context.engine.submit(requests)
     usage = Usage(prompt_tokens=sum(map(len, job.prompts)))
     choices = []
     for index, (request, stream) in enumerate(zip(requests, streams, strict=True)):
@@ -116,14 +117,13 @@ def start(job: Job, context: AppContext) -> Generation:
     return Generation(choices, usage)
 
 
-def _submit(requests: list[Request], context: AppContext) -> list[TokenStream]:
+@contextlib.contextmanager
+def counting_rejections(metrics: Metrics) -> Iterator[None]:
+    """Count work that is turned away before it starts: full, draining, or no engine."""
     try:
-        return context.engine.submit(requests)
-    except QueueFullError:
-        context.metrics.count_rejection("queue_full")
-        raise
-    except EngineDownError:
-        context.metrics.count_rejection("engine_down")
+        yield
+    except (QueueFullError, ShuttingDownError, EngineDownError) as error:
+        metrics.count_rejection(look_up(error).code or "other")
         raise
 
 
@@ -200,9 +200,11 @@ class _Choice:
             async for delta in self._stream:
                 self._check(delta)
                 new = self._take(delta)
+                if new.finish_reason is not None:
+                    self._stream.abort()  # after a stop string the engine would go on
+                    self._record.end(new.finish_reason)
                 yield new
                 if new.finish_reason is not None:
-                    self._record.end(new.finish_reason)
                     return
         except EngineDownError:
             self._record.end("error")

@@ -9,7 +9,7 @@ from adaflash.engine.errors import InvalidRequestError
 from adaflash.engine.types import SamplingParams
 from adaflash.server.context import AppContext
 from adaflash.server.generate import Job, Usage
-from adaflash.server.middleware import request_id_of
+from adaflash.server.middleware import USAGE, request_id_of
 from adaflash.server.prompts import chat_prompt, completion_prompts
 from adaflash.server.sampling import check_max_tokens, room_for_output, sampling_params
 from adaflash.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -45,7 +45,7 @@ def envelope(prefix: str, request: Request, model: str, context: AppContext) -> 
 async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppContext) -> Job:
     """Raises InvalidRequestError."""
     prompt = await chat_prompt(body.messages, context)
-    room = room_for_output(len(prompt), context.engine.facts)
+    room = room_for_output(len(prompt), context.engine.facts, "messages")
     asked, param = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = body.max_tokens, "max_tokens"
@@ -65,7 +65,7 @@ async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppCont
 async def completion_job(body: CompletionRequest, head: Envelope, context: AppContext) -> Job:
     """Raises InvalidRequestError."""
     prompts = await completion_prompts(body, context)
-    room = min(room_for_output(len(prompt), context.engine.facts) for prompt in prompts)
+    room = min(room_for_output(len(prompt), context.engine.facts, "prompt") for prompt in prompts)
     if body.max_tokens is not None:
         check_max_tokens(body.max_tokens, room, "max_tokens")
     sampling = sampling_params(
@@ -94,8 +94,5 @@ def _job(
 
 
 def log_usage(request: Request, usage: Usage) -> None:
-    """Show the token counts in the request's log line."""
-    request.scope["state"]["log"] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-    }
+    """Show the token counts in the request's log line, as they are when it ends."""
+    request.scope["state"][USAGE] = usage

@@ -66,7 +66,7 @@ class Metrics:
         )
         self.step_duration = self._histogram("step_duration_seconds", "One engine step.", STEP_S)
         self.step_tokens = self._histogram(
-            "iteration_tokens", "Tokens computed in one step.", STEP_TOKENS
+            "iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS
         )
 
     def _define_requests(self) -> None:

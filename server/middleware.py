@@ -9,12 +9,16 @@ from collections.abc import MutableMapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adaflash.server.errors import error_response
 from adaflash.server.logs import ACCESS, FIELDS
 from adaflash.server.metrics import Metrics
 
-log = logging.getLogger(ACCESS)
+log = logging.getLogger(__name__)
+access_log = logging.getLogger(ACCESS)
 
 REQUEST_ID = "X-Request-Id"
+USAGE = "usage"  # in the request's state: generate.Usage, which still grows while a stream runs
+CLIENT_LEFT = 499  # logged and counted as this when there was nobody left to answer
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 
@@ -27,7 +31,10 @@ def request_id_of(scope: MutableMapping[str, object]) -> str:
 
 
 class RequestLog:
-    """Takes a well-formed X-Request-Id or makes one, echoes it, logs and counts the request."""
+    """Takes a well-formed X-Request-Id or makes one, echoes it, logs and counts the request.
+
+    Answers unexpected errors, so that these answers too have the id and are counted as what they are.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -40,7 +47,7 @@ class RequestLog:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        started, status = time.perf_counter(), 499  # the client left before there was an answer
+        started, status = time.perf_counter(), None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -51,8 +58,13 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log.exception("unexpected error on %s", scope["path"])
+            if status is not None:
+                raise  # too late for an answer: the connection breaks
+            await error_response(error)(scope, receive, send_with_id)
         finally:
-            self._record(scope, status, time.perf_counter() - started)
+            self._record(scope, status or CLIENT_LEFT, time.perf_counter() - started)
 
     def _record(self, scope: Scope, status: int, elapsed_s: float) -> None:
         route = scope.get("route")
@@ -61,16 +73,26 @@ class RequestLog:
         if scope["path"] in QUIET and status < 400:
             return
         request_id = request_id_of(scope)
+        tokens = _token_counts(scope)
         fields = {
             "request_id": request_id,
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
             "elapsed_s": round(elapsed_s, 4),
-        } | scope["state"].get("log", {})
-        more = "".join(f" {name}={value}" for name, value in scope["state"].get("log", {}).items())
-        log.info(
+            **tokens,
+        }
+        more = "".join(f" {name}={value}" for name, value in tokens.items())
+        access_log.info(
             "%s %s %d %.3fs id=%s%s",
             *(scope["method"], scope["path"], status, elapsed_s, request_id, more),
             extra={FIELDS: fields},
         )
+
+
+def _token_counts(scope: Scope) -> dict[str, int]:
+    """What a generating route has used up by now; nothing for the others."""
+    usage = scope["state"].get(USAGE)
+    if usage is None:
+        return {}
+    return {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

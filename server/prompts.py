@@ -48,7 +48,10 @@ def _render(messages: Sequence[ChatMessage], context: AppContext) -> list[int]:
         )
     text = template.render([_for_template(message) for message in messages])
     # The template writes special tokens out itself.
-    return encode(text, context, "messages", add_special_tokens=False)
+    prompt = encode(text, context, "messages", add_special_tokens=False)
+    if not prompt:
+        raise InvalidRequestError("the chat template renders to nothing", param="messages")
+    return prompt
 
 
 def _for_template(message: ChatMessage) -> dict[str, object]:

@@ -53,14 +53,14 @@ def seed_of_choice(seed: int, choice: int) -> int:
     return int.from_bytes(mixed, "little")
 
 
-def room_for_output(prompt_len: int, facts: EngineFacts) -> int:
+def room_for_output(prompt_len: int, facts: EngineFacts, param: str) -> int:
     """Tokens that can follow the prompt. Raises InvalidRequestError if there are none."""
     room = facts.max_model_len - prompt_len
     if room < 1:
         raise InvalidRequestError(
             f"the prompt has {prompt_len} tokens, and the context of {facts.max_model_len} must "
             "hold at least one more",
-            param="messages",
+            param=param,
         )
     return room
 

@@ -2,9 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    model_validator,
+)
 
+MAX_FIELDS = 256  # of one object
+
+# Every collection fails fast: a million wrong items are one error, not a million error objects.
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -13,6 +25,13 @@ class Schema(BaseModel):
     """Base of everything a client sends."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: object) -> object:
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields")
+        return given
 
 
 def only(*neutral: JsonValue) -> AfterValidator:
@@ -46,8 +65,12 @@ class SamplingFields(Schema):
     top_k: int | None = Field(None, ge=-1, description="0 or -1: the whole vocabulary.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopString | Annotated[list[StopString], Field(min_length=1, max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(min_length=1, max_length=16, fail_fast=True)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     n: int | None = Field(None, ge=1)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -55,7 +78,7 @@ class SamplingFields(Schema):
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
-            Field(max_length=1024),
+            Field(max_length=1024, fail_fast=True),
         ]
         | None
     ) = None
@@ -103,7 +126,7 @@ class TextPart(Schema):
 
 class ChatMessage(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -116,8 +139,11 @@ class ChatMessage(Schema):
         return "\n".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
 class ChatCompletionRequest(SamplingFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -140,9 +166,9 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=128)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(max_length=128)]
+        | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=128, fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: Annotated[JsonValue, only("")] = None
@@ -151,10 +177,10 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(Schema):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Schema):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

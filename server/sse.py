@@ -21,7 +21,8 @@ Event = dict[str, object]
 
 
 def frame(event: Event) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+    # ASCII, because some clients take U+2028 and U+0085 for the end of a line.
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 class EventStream(StreamingResponse):

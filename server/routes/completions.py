@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from adaflash.engine.types import TokenLogprobs
 from adaflash.server.answering import unless_client_leaves
 from adaflash.server.context import AppContext, Context
-from adaflash.server.generate import ChoiceDelta, Generation, start
+from adaflash.server.generate import ChoiceDelta, Generation, counting_rejections, start
 from adaflash.server.jobs import Envelope, completion_job, envelope, log_usage
 from adaflash.server.requests import JsonRoute
 from adaflash.server.responses import Completion
@@ -26,14 +26,15 @@ async def create_completion(
     body: CompletionRequest, request: Request, context: Context
 ) -> Response:
     """Continue one or several texts, whole or as a stream."""
-    head = envelope("cmpl", request, context.model_name(body.model), context)
-    job = await completion_job(body, head, context)
-    generation = start(job, context)
+    with counting_rejections(context.metrics):
+        head = envelope("cmpl", request, context.model_name(body.model), context)
+        job = await completion_job(body, head, context)
+        generation = start(job, context)
+    log_usage(request, generation.usage)
     if body.stream:
         return EventStream(_events(body, head, generation, context), generation.close)
     with closing(generation):
         answer = await unless_client_leaves(request, _whole(head, generation, context))
-    log_usage(request, generation.usage)
     return JSONResponse(answer)
 
 

@@ -16,5 +16,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path) -> Iterator[RunningServer]:
-    with running_server(tiny_model, "--kv-cache-gib", "0.05", "--num-threads", "1") as running:
+    flags = ("--kv-cache-gib", "0.05", "--num-threads", "1", "--max-model-len", "1024")
+    with running_server(tiny_model, *flags) as running:
         yield running

@@ -76,7 +76,7 @@ def test_a_disconnect_frees_the_pages(server: RunningServer) -> None:
         "messages": [{"role": "user", "content": "hi"}],
         "stream": True,
         "ignore_eos": True,
-        "max_tokens": 3000,
+        "max_tokens": 900,
     }
     aborted = server.metric("adaflash_request_success_total", finished_reason="abort")
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 
 from adaflash.server.context import AppOptions
 from adaflash.server.fake_engine import FakeEngineClient
+from adaflash.server.logs import ACCESS, FIELDS
 from tests.server.app_client import HELLO, Served
 
 CHAT = "/v1/chat/completions"
@@ -85,6 +87,8 @@ def test_draining_and_down_are_503() -> None:
         assert "Retry-After" in refused.headers
 
     run(served, steps)
+    for reason in ("engine_down", "shutting_down"):
+        assert served.metric("adaflash_admission_rejections_total", reason=reason) == 1
 
 
 def test_a_death_in_mid_stream_is_an_event() -> None:
@@ -127,12 +131,17 @@ def test_an_unexpected_error_is_500_and_tells_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(served.engine, "submit", fail)
 
     async def steps(client: httpx.AsyncClient) -> None:
-        answer = await client.post(CHAT, json={"messages": HELLO})
+        headers = {"X-Request-Id": "some-id"}
+        answer = await client.post(CHAT, json={"messages": HELLO}, headers=headers)
         assert answer.status_code == 500
         assert "secret" not in answer.text
         assert answer.json()["error"]["code"] == "internal_error"
+        assert answer.headers["X-Request-Id"] == "some-id"
 
     run(served, steps)
+    labels = {"endpoint": CHAT, "method": "POST", "status_code": "500"}
+    count = served.metrics.registry.get_sample_value("adaflash_http_requests_total", labels)
+    assert count == 1
 
 
 @pytest.mark.parametrize(("given", "kept"), [("my-id.1", True), ("a b", False), ("x" * 200, False)])
@@ -149,7 +158,7 @@ def test_request_ids_are_echoed_or_made(given: str, kept: bool) -> None:
 
 
 def test_one_id_used_twice_at_once_is_two_requests() -> None:
-    served = Served(engine=FakeEngineClient(token_s=0.001))
+    served = Served(engine=FakeEngineClient(delta_s=0.001))
 
     async def steps(client: httpx.AsyncClient) -> None:
         body = {"messages": HELLO, "max_tokens": 5}
@@ -205,7 +214,7 @@ def test_tokenize_and_back() -> None:
 
 def test_an_idle_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaflash.server.sse.KEEP_ALIVE_S", 0.01)
-    served = Served(engine=FakeEngineClient(token_s=0.05))
+    served = Served(engine=FakeEngineClient(delta_s=0.05))
 
     async def steps(client: httpx.AsyncClient) -> None:
         body = {"messages": HELLO, "max_tokens": 2, "stream": True}
@@ -214,3 +223,45 @@ def test_an_idle_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(events(answer)) == 2  # the fake's first token, a special one, has no text
 
     run(served, steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_line_has_the_token_counts(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        await client.post(CHAT, json={"messages": HELLO, "max_tokens": 7, "stream": stream})
+
+    with caplog.at_level(logging.INFO, logger=ACCESS):
+        run(Served(), steps)
+    (record,) = (record for record in caplog.records if record.name == ACCESS)
+    assert "completion_tokens=7" in record.getMessage()
+    assert getattr(record, FIELDS)["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 4])
+def test_what_follows_a_stop_string_in_its_delta_does_not_count(tokens_per_delta: int) -> None:
+    served = Served(engine=FakeEngineClient(tokens_per_delta=tokens_per_delta))
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"prompt": "abcdefgh", "stop": "ef", "max_tokens": 20, "logprobs": 1}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        assert choice["text"] == "abcd"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ef")
+        assert choice["logprobs"]["tokens"] == list("abcdef")
+        assert answer["usage"]["completion_tokens"] == 6
+
+    run(served, steps)
+    assert len(served.engine.aborted) == 1
+    assert served.metric("adaflash_generation_tokens_total") == 6
+
+
+def test_events_hold_no_character_that_ends_a_line() -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"prompt": "\u2028\x85é", "max_tokens": 7, "stream": True}
+        answer = await client.post("/v1/completions", json=body)
+        lines = [line for line in answer.text.splitlines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "\u2028\x85é"
+
+    run(Served(), steps)

@@ -5,11 +5,19 @@ import json
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from adaflash.server.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Schema,
+)
 from tests.server.app_client import HELLO, Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = json.dumps(HELLO)
+DIGITS = [str(number) for number in range(100_000)]
 
 
 def post(path: str, content: str | bytes) -> tuple[httpx.Response, httpx.Response]:
@@ -138,7 +146,7 @@ def test_bad_prompts(prompt: str) -> None:
 def test_a_prompt_longer_than_the_context(length: int) -> None:
     prompt = "a" * min(length, 8_000_000)
     error = refuse(TEXT, json.dumps({"prompt": prompt}))
-    assert error["param"] in ("prompt", "messages")
+    assert error["param"] == "prompt"
     assert "context" in str(error["message"])
 
 
@@ -169,6 +177,35 @@ def test_bodies_that_are_no_request(content: bytes) -> None:
 def test_a_body_that_is_too_large() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 20_000_000}]})
     assert refuse(CHAT, body)["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (CompletionRequest, {"prompt": [None] * 100_000}),
+        (CompletionRequest, {"prompt": [[None] * 1000] * 128}),
+        (CompletionRequest, {"prompt": "a", "stop": [None] * 100_000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [None] * 100_000}),
+        (ChatCompletionRequest, {"messages": [{}] * 100_000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [{}] * 100_000}]}),
+        (ChatCompletionRequest, {"messages": HELLO, "logit_bias": dict.fromkeys(DIGITS, "a")}),
+        (ChatCompletionRequest, {"messages": HELLO, **dict.fromkeys(DIGITS)}),
+        (DetokenizeRequest, {"tokens": [None] * 100_000}),
+    ],
+)
+def test_a_flood_of_wrong_items_is_a_few_errors(schema: type[Schema], body: object) -> None:
+    """One object per wrong item would take gigabytes for a body of a few megabytes."""
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() <= 8
+
+
+def test_long_names_are_not_echoed_whole() -> None:
+    name = "k" * 100_000
+    assert len(str(refuse(CHAT, json.dumps({"messages": HELLO, name: 1}))["param"])) < 200
+    unknown, _ = post(CHAT, json.dumps({"messages": HELLO, "model": name}))
+    assert unknown.status_code == 404
+    assert len(unknown.text) < 400
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
