@@ -81,6 +81,19 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    # Jinja's own filter escapes for HTML, which models have not seen.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which models have not seen. The parameters are those
+    # that transformers gives it.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

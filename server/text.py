@@ -92,10 +92,10 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Text that is certain with these tokens; after a stop, nothing."""
+        if self._stopped:
+            return TextPiece("", 0)
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
-            if self._stopped:
-                return TextPiece(text, 0)
             self._held += self._detokenizer.push(token_id)
             if self._num_unchecked > 0:
                 self._num_unchecked -= 1

@@ -18,7 +18,9 @@ def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
     as U+2581 and unknown bytes as <0xNN>. The latter strip the first space of a whole text; what a
     model generates is no whole text, so the table keeps it.
     """
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if tokenizer.decoder is None:
+        return None
+    decoder = json.loads(tokenizer.decoder.__getstate__())  # its part of tokenizer.json
     if decoder.get("type") == "ByteLevel":
         to_bytes = _byte_level()
     elif "ByteFallback" in {part.get("type") for part in decoder.get("decoders", ())}:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -12,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from adaflash.engine.errors import CheckpointError
 from adaflash.server.chat_template import ChatTemplate
 from adaflash.server.gguf_tokenizer import read_gguf_tokenizer
-from adaflash.server.token_bytes import TokenBytes, token_bytes_of
+from adaflash.server.token_bytes import token_bytes_of
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,19 @@ class Tokenizer:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.bos_token_id = self._id_of(facts.bos_token)
         self.eos_token_id = self._id_of(facts.eos_token)
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.longest_token = max(
-            map(len, tokenizer.get_vocab(with_added_tokens=True))
-        )  # characters
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.longest_token = max(map(len, vocabulary))  # characters
+        # The bytes of each token, if this kind of tokenizer decodes token by token.
+        self.bytes_table = token_bytes_of(tokenizer)
         self.chat_template = self._template(facts.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. add_special_tokens: what the model puts around plain text, such as BOS."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Of the library's ways only the batches let go of the GIL: other threads run meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         ids: list[int] = encoding.ids
         return ids
 
@@ -59,11 +62,6 @@ class Tokenizer:
         """Advance the library's own decoding stream; None while a character is incomplete."""
         text: str | None = stream.step(self._tokenizer, token_id)
         return text
-
-    @cached_property
-    def bytes_table(self) -> TokenBytes | None:
-        """The bytes of each token, if this kind of tokenizer decodes token by token."""
-        return token_bytes_of(self._tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; a special token's name.
@@ -100,13 +98,17 @@ class Tokenizer:
 def load_tokenizer(model_path: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder or GGUF file. Raises CheckpointError."""
     if model_path.is_file():
-        tokenizer, bos, eos, template = read_gguf_tokenizer(model_path)
-        return Tokenizer(tokenizer, TokenizerFacts(bos, eos, template))
+        tokenizer, source = read_gguf_tokenizer(model_path)
+        facts = TokenizerFacts(source.bos_token, source.eos_token, source.chat_template)
+        return Tokenizer(tokenizer, facts)
     path = model_path / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    # Some files keep what their training used; prompts are never cut or filled up in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return Tokenizer(tokenizer, _facts_of(model_path))
 
 

@@ -17,6 +17,10 @@ def render(source: str) -> str:
     [
         ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<s><b>Hello</b> é</s>"),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<b>Hello</b> é"}'),
+        (
+            "{{ {'b': 1, 'a': '<'} | tojson(separators=(',', ':'), sort_keys=true) }}",
+            '{"a":"<","b":1}',
+        ),
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
         ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
         ("{% if tools %}t{% endif %}{% if add_generation_prompt %}a{% endif %}", "a"),

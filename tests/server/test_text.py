@@ -2,13 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from adaflash.engine.catalog import DEFAULT_MODEL, locate
 from adaflash.server.settings import default_cache_dir
@@ -34,6 +33,19 @@ def no_table() -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["?", "<end>"])
     inner.train_from_iterator(["some words and some more words to learn from"], trainer)
     return Tokenizer(inner, TokenizerFacts(None, "<end>", None))
+
+
+def byte_fallback() -> Tokenizer:
+    """SentencePiece's kind: a few characters, and bytes for all others."""
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a"]
+    ids = {token: id_ for id_, token in enumerate(vocabulary)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=True))
+    inner.normalizer = normalizers.Replace(" ", "\u2581")
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
+    return Tokenizer(inner, TokenizerFacts(None, None, None))
+
+
+NO_TABLE, BYTE_FALLBACK = no_table(), byte_fallback()
 
 
 def stream(
@@ -119,6 +131,26 @@ def test_stop_strings_cut_alike_however_the_tokens_come(
     assert count == end  # one token a character
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["the", " quick", " fox", "es", " jump", "ing"]), max_size=12),
+    edges=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+)
+@example(words=["the", " quick"], edges=[(3, 2), (3, 4), (4, 1)], cuts=[])
+def test_of_several_matches_within_a_token_the_first_counts(
+    default: Tokenizer, words: list[str], edges: list[tuple[int, int]], cuts: list[int]
+) -> None:
+    text = "".join(words) + "."
+    stop = [text[start : start + length] or "." for start, length in edges]
+    ids = default.encode(text, add_special_tokens=False)
+    count = next(n for n in range(len(ids) + 1) if any(s in default.decode(ids[:n]) for s in stop))
+    seen = default.decode(ids[:count])
+    start, _, first = min((seen.find(s), -len(s), s) for s in stop if s in seen)
+    pieces, num_tokens, found = stream(default, splits(ids, cuts), *stop)
+    assert ("".join(pieces), num_tokens, found) == (seen[:start], count, first)
+
+
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("one STO two STOP three", add_special_tokens=False)
@@ -141,16 +173,28 @@ def test_special_tokens_are_no_text(default: Tokenizer) -> None:
     assert "".join(stream(default, [ids])[0]) == "Hi"
 
 
-def test_tokenizers_without_a_byte_table() -> None:
-    tokenizer = no_table()
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_tokenizers_without_a_byte_table(data: st.DataObject) -> None:
+    tokenizer = NO_TABLE
     assert tokenizer.bytes_table is None
-    ids = tokenizer.encode("some more words", add_special_tokens=False)
-    pieces, count, _ = stream(tokenizer, [[id_] for id_ in ids])
-    assert "".join(pieces) == "some more words"
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    cuts = data.draw(st.lists(st.integers(0, 12), max_size=4))
+    pieces, count, _ = stream(tokenizer, splits(ids, cuts))
+    assert "".join(pieces) == tokenizer.decode(ids)
     assert count == len(ids)
 
 
-def test_time_is_linear_in_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=100, deadline=None)
+@given(text=st.text("a é🙂\u0301", max_size=20), cuts=st.lists(st.integers(0, 60), max_size=5))
+def test_byte_fallback_keeps_every_character(text: str, cuts: list[int]) -> None:
+    """The space at the start too: a continuation is no whole text."""
+    ids = BYTE_FALLBACK.encode(text, add_special_tokens=False)
+    pieces, _, _ = stream(BYTE_FALLBACK, splits(ids, cuts))
+    assert "".join(pieces) == text
+
+
+def test_time_is_linear_in_the_number_of_tokens() -> None:
     """By work, not by clock: what is searched stays as short as the longest stop string."""
     tokenizer = byte_tokenizer()
     under_test = TextStream(tokenizer, ["x" * 50] * 16)
@@ -158,10 +202,3 @@ def test_time_is_linear_in_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch)
     for _ in range(50):
         under_test.push(ids)
         assert len(under_test._held) <= 50
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    from adaflash.engine.errors import CheckpointError
-
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
