@@ -5,9 +5,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from adaflash import __version__
 from adaflash.server import errors
-from adaflash.server.answering import ClientLeftError
 from adaflash.server.auth import require_key
 from adaflash.server.context import AppContext
+from adaflash.server.disconnects import ClientLeftError
 from adaflash.server.middleware import RequestLog
 from adaflash.server.routes import chat, completions, health, models, tokenize
 
