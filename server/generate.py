@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Job:
     """One HTTP request's work: every prompt is answered `num_choices` times."""
 
     request_id: str
+    arrival_s: float  # on time.monotonic()'s clock
     prompts: Sequence[list[int]]
     sampling: SamplingParams
     stop: Sequence[str]
@@ -93,16 +95,16 @@ class Generation:
 
 def start(job: Job, context: AppContext) -> Generation:
     """Submit a job. Raises QueueFullError or EngineDownError if the engine does not take it."""
-    arrival_s = time.monotonic()
+    unique = uuid.uuid4().hex[:8]  # a client may use one X-Request-Id for several requests
     requests = [
         Request(
-            request_id=f"{job.request_id}-{prompt_number}-{choice}-{arrival_s}",
+            request_id=f"{job.request_id}-{unique}-{prompt_number}-{choice}",
             prompt_ids=prompt,
             sampling=msgspec.structs.replace(
                 job.sampling, seed=seed_of_choice(job.sampling.seed, choice)
             ),
             priority=job.priority,
-            arrival_s=arrival_s,
+            arrival_s=job.arrival_s,
         )
         for prompt_number, prompt in enumerate(job.prompts)
         for choice in range(job.num_choices)

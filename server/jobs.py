@@ -9,7 +9,7 @@ from adaflash.engine.errors import InvalidRequestError
 from adaflash.engine.types import SamplingParams
 from adaflash.server.context import AppContext
 from adaflash.server.generate import Job, Usage
-from adaflash.server.middleware import USAGE, request_id_of
+from adaflash.server.middleware import USAGE, arrival_of, request_id_of
 from adaflash.server.prompts import chat_prompt, completion_prompts
 from adaflash.server.sampling import check_max_tokens, room_for_output, sampling_params
 from adaflash.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
@@ -22,6 +22,7 @@ class Envelope:
     """What every answer and chunk of one HTTP request says of it."""
 
     request_id: str
+    arrival_s: float  # on time.monotonic()'s clock
     answer_id: str
     model: str
     created: int  # seconds since 1970
@@ -39,7 +40,13 @@ def envelope(prefix: str, request: Request, model: str, context: AppContext) -> 
     """Raises ShuttingDownError while draining: no new work gets further than here."""
     context.check_accepting()
     request_id = request_id_of(request.scope)
-    return Envelope(request_id, f"{prefix}-{request_id}", model, int(time.time()))
+    return Envelope(
+        request_id,
+        arrival_of(request.scope),
+        f"{prefix}-{request_id}",
+        model,
+        int(time.time()),
+    )
 
 
 async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppContext) -> Job:
@@ -90,7 +97,15 @@ def _job(
             f"n is {num_choices}, and this server allows {context.options.max_choices}", param="n"
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return Job(head.request_id, prompts, sampling, stop, num_choices, body.priority or 0)
+    return Job(
+        request_id=head.request_id,
+        arrival_s=head.arrival_s,
+        prompts=prompts,
+        sampling=sampling,
+        stop=stop,
+        num_choices=num_choices,
+        priority=body.priority or 0,
+    )
 
 
 def log_usage(request: Request, usage: Usage) -> None:

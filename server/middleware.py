@@ -30,6 +30,13 @@ def request_id_of(scope: MutableMapping[str, object]) -> str:
     return str(state["request_id"])
 
 
+def arrival_of(scope: MutableMapping[str, object]) -> float:
+    """When the request came in, on time.monotonic()'s clock."""
+    state = scope["state"]
+    assert isinstance(state, dict)
+    return float(state["arrival_s"])
+
+
 class RequestLog:
     """Takes a well-formed X-Request-Id or makes one, echoes it, logs and counts the request.
 
@@ -46,7 +53,7 @@ class RequestLog:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=time.monotonic())
         started, status = time.perf_counter(), None
 
         async def send_with_id(message: Message) -> None:
