@@ -19,7 +19,7 @@ from adaflash.engine.models.weights import load_decoder
 from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
-from adaflash.engine.stopping import StopRules
+from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.target import TargetModel
 from adaflash.kernels.reference_attention import ReferenceAttention
 
@@ -56,7 +56,6 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
         num_threads=device.num_threads,
         attention=ReferenceAttention.name,
         load_s=time.monotonic() - started,
-        eos_token_ids=sorted(decoder.config.eos_token_ids),
     )
 
 
@@ -79,13 +78,13 @@ def assemble(config: EngineConfig, decoder: Decoder, device: Device, size: Cache
         max_batched_tokens=config.max_batched_tokens,
         prefix_cache=config.prefix_cache,
     )
-    eos = frozenset(model.eos_token_ids)
+    eos = frozenset(id_ for id_ in model.eos_token_ids if id_ < model.vocab_size)
     return Engine(
         pool,
         scheduler,
         TargetModel(decoder, kv, ReferenceAttention()),
         Sampler(model.vocab_size, eos),
-        StopRules(eos, size.max_model_len),
+        ModelLimits(model.vocab_size, eos, size.max_model_len),
     )
 
 

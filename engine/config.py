@@ -1,5 +1,7 @@
 """How the engine is set up. Frozen: `resolve` returns a new one instead of filling in later."""
 
+import math
+
 import msgspec
 
 from adaflash.engine.errors import ConfigError
@@ -33,5 +35,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token of a step"
             )
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
-            raise ConfigError(f"kv_cache_gib must be positive, not {self.kv_cache_gib}")
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < math.inf:
+            raise ConfigError(f"kv_cache_gib must be a positive number, not {self.kv_cache_gib}")

@@ -34,8 +34,10 @@ def choose_device(config: EngineConfig) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but this PyTorch sees no CUDA device")
     num_threads = config.num_threads or _default_threads()
@@ -67,13 +69,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def _default_threads() -> int:
-    """All cores but one, which is for the HTTP process and whoever else lives here.
-
-    OpenMP's barriers spin: when one of its threads is pushed off its core, the others wait for it
-    at every operator, and a step takes ten times as long (docs/LOG.md).
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) - 1)
+    """All cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available_memory() -> int:

@@ -6,7 +6,7 @@ from adaflash.engine.messages import StepReport, StepStats, TokenDelta
 from adaflash.engine.pages import PagePool
 from adaflash.engine.scheduler import Scheduler
 from adaflash.engine.speculation.step import Chooser, Outcome, Target, speculative_step
-from adaflash.engine.stopping import Ending, StopRules, find_ending
+from adaflash.engine.stopping import Ending, ModelLimits, find_ending
 from adaflash.engine.types import FinishReason, Request, RowKind, Sequence, StepPlan
 
 
@@ -22,13 +22,13 @@ class Engine:
         scheduler: Scheduler,
         target: Target,
         chooser: Chooser,
-        stop_rules: StopRules,
+        limits: ModelLimits,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
         self._target = target
         self._chooser = chooser
-        self._stop_rules = stop_rules
+        self._limits = limits
         self._endings: list[TokenDelta] = []  # of requests that ended outside a step
 
     @property
@@ -83,7 +83,7 @@ class Engine:
         sequence = outcome.row.sequence
         first = sequence.num_output_tokens == 0
         emitted = [choice.token_id for choice in outcome.emitted]
-        ending = find_ending(sequence, emitted, self._stop_rules)
+        ending = find_ending(sequence, emitted, self._limits)
         self._scheduler.commit(outcome.row, emitted[: ending.num_tokens])
         if ending.finish_reason is not None:
             self._scheduler.finish(sequence)
@@ -94,10 +94,10 @@ class Engine:
         length = len(request.prompt_ids)
         if length == 0:
             return "the prompt is empty"
-        if length >= self._stop_rules.max_model_len:
+        if length >= self._limits.max_model_len:
             return f"the prompt of {length} tokens fills the context"
-        if self._scheduler.find(request.request_id) is not None:
-            return f"request id {request.request_id} is in use"
+        if not all(0 <= token < self._limits.vocab_size for token in request.prompt_ids):
+            return f"the prompt has a token beyond the vocabulary of {self._limits.vocab_size}"
         return None
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:

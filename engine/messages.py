@@ -35,7 +35,6 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     attention: str  # name of the chosen attention backend
     load_s: float
-    eos_token_ids: list[int]
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -47,10 +46,9 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The worker could not start or cannot go on. `fatal`: starting it again would not help."""
+    """The worker could not start or cannot go on."""
 
     error: str
-    fatal: bool
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

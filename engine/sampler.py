@@ -42,6 +42,10 @@ class ChoiceRow:
         return len(self.sequence.token_ids) + len(self.drafts)
 
     @property
+    def num_output_tokens(self) -> int:
+        return self.sequence.num_output_tokens + len(self.drafts)
+
+    @property
     def output_ids(self) -> list[int]:
         return [*self.sequence.token_ids[self.sequence.num_prompt_tokens :], *self.drafts]
 
@@ -80,7 +84,7 @@ class Sampler:
                 token: -math.inf if value <= BAN else value
                 for token, value in row.params.logit_bias.items()
             }
-            if len(row.output_ids) < row.params.min_tokens:
+            if row.num_output_tokens < row.params.min_tokens:
                 enders = row.params.stop_token_ids | self._eos_token_ids
                 changes.update(dict.fromkeys(enders, -math.inf))
             at_row.extend([index] * len(changes))

@@ -1,12 +1,14 @@
 """Which tokens of which sequences the next step computes. No tensors.
 
-Decoding sequences come first (one token each), then prefill chunks of running sequences, then new
-ones, all by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
+Decoding sequences come first (one token each), then prefill chunks of running sequences and of
+new ones, by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
 preempted: it gives its pages back and is computed again later, mostly from the prefix cache.
 """
 
+import enum
 import heapq
 import time
+from collections import deque
 from collections.abc import Sequence as TokenIds
 
 from adaflash.engine.pages import NO_PARENT, PagePool, page_hash
@@ -74,13 +76,8 @@ class Scheduler:
         self._running.sort(key=lambda sequence: sequence.rank)
         preempted: list[Sequence] = []
         rows = [Row(s, s.num_committed, 1, RowKind.VERIFY) for s in self._decoding(preempted)]
-        budget = self._max_batched_tokens - len(rows)
-        for sequence in [s for s in self._running if s.num_uncommitted > 1]:
-            if budget > 0:
-                rows.append(_prefill_row(sequence, budget))
-                budget -= rows[-1].num_tokens
-        if not preempted:  # never take in more in a step that had to push someone out
-            rows.extend(self._admit(budget))
+        # Never take in more in a step that had to push someone out.
+        rows += self._prefills(len(rows), may_admit=not preempted)
         return StepPlan(tuple(rows), tuple(preempted))
 
     def commit(self, row: Row, emitted: TokenIds[int]) -> None:
@@ -136,37 +133,65 @@ class Scheduler:
         sequence.pages.extend(self._pool.allocate(missing))
         return True
 
-    def _admit(self, budget: int) -> list[Row]:
-        """Start waiting sequences, best rank first, while seats, pages and `budget` tokens last."""
-        in_progress = {
-            name
-            for sequence in self._running
-            for name in sequence.page_hashes[sequence.num_committed // self._pool.page_size :]
-        }
+    def _prefills(self, num_taken: int, *, may_admit: bool) -> list[Row]:
+        """Chunks of prompts by rank, of running sequences and of waiting ones that can start."""
+        budget = self._max_batched_tokens - num_taken
+        running = deque(s for s in self._running if s.num_uncommitted > 1)
         rows: list[Row] = []
         deferred: list[Sequence] = []
-        while budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
-            sequence = self._pop_waiting()
-            self._name_pages(sequence, len(sequence.token_ids) // self._pool.page_size)
-            # At least the newest token is computed, for its logits.
-            names = sequence.page_hashes[: (len(sequence.token_ids) - 1) // self._pool.page_size]
-            pages = self._pool.match(names)
-            # A neighbour is computing the very next page: wait for it and share instead of
-            # computing it twice (n choices of one prompt, a burst with one system prompt).
-            shared_soon = len(pages) < len(names) and names[len(pages)] in in_progress
-            if shared_soon or not self._fits(sequence, pages):
-                self._pool.release(pages)
-                deferred.append(sequence)
-                if shared_soon and len(deferred) < self._max_num_seqs:
+        while budget > 0:
+            waiting = self._waiting[0][1] if may_admit and self._waiting else None
+            if running and (waiting is None or running[0].rank < waiting.rank):
+                sequence = running.popleft()
+            elif waiting is not None and len(self._running) < self._max_num_seqs:
+                sequence = self._pop_waiting()
+                verdict = self._try_to_start(sequence)
+                if verdict is not _Admission.STARTED:
+                    deferred.append(sequence)
+                    # Later ones must not take the pages that this one lacks; of those that share,
+                    # no more need be looked at than could run.
+                    may_admit = (
+                        verdict is _Admission.SHARES_SOON and len(deferred) < self._max_num_seqs
+                    )
                     continue
+            elif waiting is not None:
+                may_admit = False  # no seat is free
+                continue
+            else:
                 break
-            self._start(sequence, pages)
-            in_progress.update(sequence.page_hashes[len(pages) :])
             rows.append(_prefill_row(sequence, budget))
             budget -= rows[-1].num_tokens
         for sequence in deferred:
             self._enqueue(sequence)
         return rows
+
+    def _try_to_start(self, sequence: Sequence) -> "_Admission":
+        """Give a waiting sequence its pages, shared ones first, if it can run now."""
+        self._name_pages(sequence, len(sequence.token_ids) // self._pool.page_size)
+        # At least the newest token is computed, for its logits.
+        names = sequence.page_hashes[: (len(sequence.token_ids) - 1) // self._pool.page_size]
+        pages = self._pool.match(names)
+        if len(pages) < len(names) and self._is_being_computed(names[len(pages)], sequence):
+            self._pool.release(pages)
+            return _Admission.SHARES_SOON
+        if not self._fits(sequence, pages):
+            self._pool.release(pages)
+            return _Admission.LACKS_PAGES
+        self._start(sequence, pages)
+        return _Admission.STARTED
+
+    def _is_being_computed(self, name: bytes, candidate: Sequence) -> bool:
+        """Whether a running sequence of better rank computes the page called `name`.
+
+        Then the candidate waits and shares it (n choices of one prompt, a burst with one system
+        prompt). It never waits for worse ranks.
+        """
+        size = self._pool.page_size
+        return any(
+            name in other.page_hashes[other.num_committed // size :]
+            for other in self._running
+            if other.num_uncommitted > 1 and other.rank < candidate.rank
+        )
 
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether the pool has the rest of the pages, and one more for each running sequence."""
@@ -209,6 +234,12 @@ class Scheduler:
 
     def _pop_waiting(self) -> Sequence:
         return heapq.heappop(self._waiting)[1]
+
+
+class _Admission(enum.Enum):
+    STARTED = "started"
+    SHARES_SOON = "shares soon"  # a neighbour is computing its next page
+    LACKS_PAGES = "lacks pages"
 
 
 def _prefill_row(sequence: Sequence, budget: int) -> Row:

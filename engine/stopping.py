@@ -7,9 +7,10 @@ from adaflash.engine.types import FinishReason, Sequence
 
 
 @dataclass(frozen=True)
-class StopRules:
-    """What ends any request of this model."""
+class ModelLimits:
+    """What holds for every request to this model."""
 
+    vocab_size: int
     eos_token_ids: frozenset[int]
     max_model_len: int  # tokens, prompt and output together
 
@@ -23,16 +24,16 @@ class Ending:
     stop_token_id: int | None = None  # a requested stop token; None for end-of-sequence
 
 
-def find_ending(sequence: Sequence, emitted: Many[int], rules: StopRules) -> Ending:
+def find_ending(sequence: Sequence, emitted: Many[int], limits: ModelLimits) -> Ending:
     """Walk over newly emitted tokens (not yet in `sequence`) to the first that ends the request.
 
     The ending token counts; what was emitted behind it does not.
     """
     params = sequence.request.sampling
-    eos = frozenset[int]() if params.ignore_eos else rules.eos_token_ids
+    eos = frozenset[int]() if params.ignore_eos else limits.eos_token_ids
     room = min(
         params.max_tokens - sequence.num_output_tokens,
-        rules.max_model_len - len(sequence.token_ids),
+        limits.max_model_len - len(sequence.token_ids),
     )
     for count, token in enumerate(emitted, start=1):
         if token in params.stop_token_ids:

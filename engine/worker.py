@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from typing import BinaryIO
+import traceback
+from typing import BinaryIO, NoReturn
 
 import msgspec
 import zmq
@@ -17,7 +18,7 @@ import zmq
 from adaflash.engine.build import build_engine
 from adaflash.engine.config import EngineConfig
 from adaflash.engine.engine import Engine
-from adaflash.engine.errors import CheckpointError, ConfigError
+from adaflash.engine.errors import EngineError
 from adaflash.engine.messages import Abort, EngineFailed, EngineReady, Submit, ToEngine, ToServer
 
 IDLE_POLL_MS = 1000
@@ -55,7 +56,7 @@ class Mailbox:
         self._outbox.close(linger=1000)
 
 
-def serve(engine: Engine, mailbox: Mailbox) -> None:
+def serve(engine: Engine, mailbox: Mailbox) -> NoReturn:
     """Step while there is work, wait while there is none. Ends with the process."""
     while True:
         for message in mailbox.drain(wait=not engine.has_work):
@@ -78,18 +79,19 @@ def main() -> int:
     threading.Thread(target=_exit_with_server, args=(sys.stdin.buffer,), daemon=True).start()
     try:
         engine, facts = build_engine(config)
-    except (CheckpointError, ConfigError) as error:
-        mailbox.post(EngineFailed(str(error), fatal=True))
-        mailbox.close()
-        return 1
-    mailbox.post(EngineReady(facts))
-    try:
+        mailbox.post(EngineReady(facts))
         serve(engine, mailbox)
-    except Exception as error:
-        mailbox.post(EngineFailed(f"{type(error).__name__}: {error}", fatal=False))
-        mailbox.close()
-        raise
-    return 0
+    except EngineError as error:
+        return _give_up(mailbox, str(error))
+    except Exception as error:  # noqa: BLE001 - told to the server, which restarts us
+        traceback.print_exc()
+        return _give_up(mailbox, f"{type(error).__name__}: {error}")
+
+
+def _give_up(mailbox: Mailbox, reason: str) -> int:
+    mailbox.post(EngineFailed(reason))
+    mailbox.close()
+    return 1
 
 
 def _exit_with_server(stdin: BinaryIO) -> None:

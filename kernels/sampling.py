@@ -24,7 +24,7 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise G(seed, position, token), the same on every device and in any batch.
+    """Standard Gumbel noise G(seed, position, token), the same in any batch.
 
     keys: [N, 2] int64, each in 0 .. 2**32 - 1, from `noise_keys`. Returns [N, vocab_size] float32.
 
@@ -45,11 +45,11 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FilterParams:
-    """Row-wise filters, [N] float32 each, neutral where a row does not filter."""
+    """Row-wise filters, [N] each, neutral where a row does not filter."""
 
     top_k: Tensor  # int64; vocab_size = all
-    top_p: Tensor  # 1 = all
-    min_p: Tensor  # 0 = all
+    top_p: Tensor  # float32; 1 = all
+    min_p: Tensor  # float32; 0 = all
 
 
 TOP_CANDIDATES = 1024  # rows whose top-p set is larger are sorted whole
@@ -89,7 +89,7 @@ def _threshold_among(logits: Tensor, params: FilterParams, count: int) -> tuple[
     # Top-p works on what top-k left, renormalised. With an open top-k, over the whole row.
     open_k = params.top_k >= logits.shape[1]
     closed_total = top.masked_fill(~in_top_k, -math.inf).logsumexp(-1)
-    total = torch.where(open_k, logits.logsumexp(-1), closed_total)
+    total = torch.where(open_k, _logsumexp(logits), closed_total)
     probs = (top - total[:, None]).exp().masked_fill(~in_top_k, 0)
     mass_before = probs.cumsum(-1) - probs
     kept = in_top_k & ((mass_before < params.top_p[:, None]) | (rank[None] == 0))
@@ -101,6 +101,11 @@ def _threshold_among(logits: Tensor, params: FilterParams, count: int) -> tuple[
     threshold = top.gather(1, last[:, None])
     threshold = threshold.masked_fill(no_limit[:, None], -math.inf)
     return threshold, decided | no_limit
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    """[N]. Row by row: several threads round a single row otherwise than the same row in a batch."""
+    return torch.stack([row.logsumexp(-1) for row in logits])
 
 
 def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, penalties: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """How a generation becomes an HTTP answer, whole or as a stream, in the shapes of either API."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -76,7 +76,7 @@ async def _whole(generation: Generation, head: Envelope, answer_format: AnswerFo
 
 async def _events(
     generation: Generation, head: Envelope, answer_format: AnswerFormat, options: StreamOptions
-) -> AsyncIterator[Event]:
+) -> AsyncGenerator[Event, None]:
     shell = head.as_json(answer_format.chunk_kind)
 
     def event(choice: Event) -> Event:

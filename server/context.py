@@ -6,6 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
+from adaflash.engine.errors import EngineDownError
 from adaflash.server.engine_client import EngineClient
 from adaflash.server.errors import ModelNotFoundError, ShuttingDownError, shorten
 from adaflash.server.lifecycle import Lifecycle
@@ -48,6 +49,11 @@ class AppContext:
         """Raise ShuttingDownError while draining."""
         if self.lifecycle.draining:
             raise ShuttingDownError("the server is shutting down and takes no new requests")
+
+    def check_alive(self) -> None:
+        """Raise EngineDownError while the engine process is not up."""
+        if not self.engine.is_alive:
+            raise EngineDownError("the engine is not running; it is being restarted")
 
 
 def context_of(request: Request) -> AppContext:

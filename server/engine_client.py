@@ -39,15 +39,10 @@ class EngineClient(Protocol):
         """Whether steps advance while there is work (for /ready)."""
         ...
 
-    @property
-    def num_in_flight(self) -> int:
-        """Requests submitted and not ended."""
-        ...
-
     def submit(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Admit all of `requests` or none, and return their streams in order.
 
-        Raises QueueFullError when they do not fit in the bounded queue, EngineDownError when the
-        engine is not up.
+        Raises QueueFullError when they do not fit in the bounded queue now, InvalidRequestError
+        when they never will, EngineDownError when the engine is not up.
         """
         ...

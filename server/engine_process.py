@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from adaflash.engine.config import EngineConfig
-from adaflash.engine.errors import EngineDownError, EngineError, QueueFullError
+from adaflash.engine.errors import (
+    EngineDownError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from adaflash.engine.messages import (
     Abort,
     EngineFacts,
@@ -25,6 +29,7 @@ from adaflash.server.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
 
+DOWN = "the engine is not running; it is being restarted"
 STALL_S = 30.0  # no step for this long while work waits: not ready
 RETRY_AFTER_S = 1
 BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before the first, second, ... restart
@@ -45,9 +50,15 @@ class EngineProcess:
     """See EngineClient. When the process dies, its requests end with EngineDownError."""
 
     def __init__(
-        self, config: EngineConfig, observer: EngineObserver, *, max_queued_requests: int
+        self,
+        config: EngineConfig,
+        observer: EngineObserver,
+        *,
+        max_queued_requests: int,
+        environment: Mapping[str, str],
     ) -> None:
         self._config = config
+        self._environment = environment
         self._observer = observer
         self._max_in_flight = config.max_num_seqs + max_queued_requests
         self._streams: dict[str, _Stream] = {}
@@ -80,7 +91,7 @@ class EngineProcess:
     @property
     def facts(self) -> EngineFacts:
         if self._facts is None:
-            raise EngineDownError("the engine is not running; it is being restarted")
+            raise EngineDownError(DOWN)
         return self._facts
 
     @property
@@ -92,14 +103,16 @@ class EngineProcess:
         idle_s = time.monotonic() - self._last_progress_s
         return self.is_alive and (not self._streams or idle_s < STALL_S)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._streams)
-
     def submit(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Admit all of `requests` or none; see EngineClient."""
         if self._facts is None or self._worker is None:
-            raise EngineDownError("the engine is not running; it is being restarted")
+            raise EngineDownError(DOWN)
+        if len(requests) > self._max_in_flight:
+            raise InvalidRequestError(
+                f"prompts and choices make {len(requests)} requests, more than the "
+                f"{self._max_in_flight} that this server takes in at all",
+                param="n",
+            )
         if len(self._streams) + len(requests) > self._max_in_flight:
             raise QueueFullError(
                 f"{len(self._streams)} requests are in flight and the limit is "
@@ -122,33 +135,39 @@ class EngineProcess:
                 self._worker.send(Abort(request_id))
 
     async def _launch(self) -> None:
-        self._worker = await WorkerProcess.start(self._config)
+        self._worker = await WorkerProcess.start(self._config, self._environment)
         self._facts = await self._worker.ready()
         self._last_progress_s = time.monotonic()
         self._observer.on_engine_up(self._facts)
 
     async def _supervise(self) -> None:
-        """Pass reports on; when the worker is gone, fail its requests and start another."""
+        """Pass reports on; when the worker is gone, fail its requests and start another.
+
+        The pauses grow with every death or failed start, and start anew after a steady life.
+        """
+        num_failures = 0
         while True:
             started = time.monotonic()
-            reason = await self._pass_on()
+            reason = await self._live()
+            if time.monotonic() - started >= STEADY_S:
+                num_failures = 0
             log.error("the engine is down: %s", reason)
             await self._bury(reason)
-            steady = time.monotonic() - started >= STEADY_S
-            await self._relaunch(first_pause=0 if steady else 1)
+            await asyncio.sleep(BACK_OFF_S[min(num_failures, len(BACK_OFF_S) - 1)])
+            num_failures += 1
 
-    async def _relaunch(self, *, first_pause: int) -> None:
-        """Try until an engine is ready, with growing pauses."""
-        for attempt in itertools.count(first_pause):
-            await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
-            try:
+    async def _live(self) -> str:
+        """One worker's life, launched first unless it runs already; returns why it ended."""
+        try:
+            if self._worker is None:
                 await self._launch()
-            except EngineError as error:
-                log.error("the engine does not start: %s", error)
-                await self._bury(str(error))
-            else:
                 log.warning("the engine is up again")
-                return
+            return await self._pass_on()
+        except EngineError as error:
+            return str(error)
+        except Exception as error:  # whatever it is, the engine has to come back
+            log.exception("the engine's supervision failed")
+            return f"{type(error).__name__}: {error}"
 
     async def _pass_on(self) -> str:
         """Hand reports to streams and observer until the worker is gone; returns why it went."""
@@ -161,7 +180,7 @@ class EngineProcess:
                     self._observer.on_step(stats)
                     for delta in deltas:
                         self._deliver(delta)
-                case EngineFailed(error, _):
+                case EngineFailed(error):
                     reason = error
         return reason or f"the process ended with status {self._worker.exit_status}"
 

@@ -24,7 +24,6 @@ FACTS = EngineFacts(
     num_threads=0,
     attention="none",
     load_s=0.0,
-    eos_token_ids=[],
 )
 
 

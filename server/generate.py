@@ -154,8 +154,9 @@ class _Record:
         now = time.monotonic()
         if self.first_s is None and delta.num_cached_tokens is not None:
             self._on_first(delta, now)
-        elif num_tokens > 0:
-            self.metrics.inter_token.observe((now - self.last_s) / num_tokens)
+        else:
+            for _ in range(num_tokens):  # a delta may bring several: they share its gap
+                self.metrics.inter_token.observe((now - self.last_s) / num_tokens)
         self.num_tokens += num_tokens
         self.last_s = now
         self.metrics.generation_tokens.inc(num_tokens)

@@ -78,7 +78,7 @@ async def completion_job(body: CompletionRequest, head: Envelope, context: AppCo
     sampling = sampling_params(
         body,
         context.engine.facts,
-        max_tokens=body.max_tokens or min(room, COMPLETION_MAX_TOKENS),
+        max_tokens=body.max_tokens or min(room, max(COMPLETION_MAX_TOKENS, body.min_tokens or 0)),
         num_logprobs=body.logprobs,
     )
     return _job(body, head, prompts, sampling, context)

@@ -99,7 +99,9 @@ class Metrics:
             "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Gap between tokens, by token counts.", PER_TOKEN_S
+            "inter_token_latency_seconds",
+            "Gap between tokens; those of one delta share its gap.",
+            PER_TOKEN_S,
         )
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds",

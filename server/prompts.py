@@ -36,7 +36,10 @@ def encode(
             f"{param} has {len(text):,} characters, more than a context of {limit:,} tokens holds",
             param=param,
         )
-    return context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    token_ids = context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # Some tokenizers know tokens that their model has no embedding for.
+    check_token_ids(token_ids, context.engine.facts, param)
+    return token_ids
 
 
 def _render(messages: Sequence[ChatMessage], context: AppContext) -> list[int]:

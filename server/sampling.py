@@ -6,6 +6,7 @@ import secrets
 from adaflash.engine.errors import InvalidRequestError
 from adaflash.engine.messages import EngineFacts
 from adaflash.engine.types import SamplingParams
+from adaflash.server.errors import shorten
 from adaflash.server.schemas import SamplingFields
 
 GREEDY_BELOW = 1e-5  # temperatures this small are greedy; dividing by them would overflow
@@ -32,7 +33,7 @@ def sampling_params(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        top_k=min(body.top_k, facts.vocab_size) if body.top_k and body.top_k > 0 else None,
         min_p=body.min_p or 0.0,
         min_tokens=min_tokens,
         stop_token_ids=frozenset(stop_token_ids),
@@ -87,7 +88,7 @@ def _logit_bias(given: dict[str, float], facts: EngineFacts) -> dict[int, float]
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise InvalidRequestError(
-                f"logit_bias: {key[:20]!r} is no token id; use numbers", param="logit_bias"
+                f"logit_bias: {shorten(key)!r} is no token id; use numbers", param="logit_bias"
             )
         bias[int(key)] = value
     check_token_ids(list(bias), facts, "logit_bias")

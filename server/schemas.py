@@ -15,7 +15,8 @@ from pydantic import (
 MAX_FIELDS = 256  # of one object
 
 # Every collection fails fast: a million wrong items are one error, not a million error objects.
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -57,21 +58,19 @@ class SamplingFields(Schema):
     """What chat and text completions share. null means: as if left out."""
 
     model: str | None = Field(None, description="A name from /v1/models; left out: the only one.")
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
     temperature: float | None = Field(
         None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy; default 1."
     )
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1: the whole vocabulary.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: the whole vocabulary.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: (
-        StopString
-        | Annotated[list[StopString], Field(min_length=1, max_length=16, fail_fast=True)]
-        | None
-    ) = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = (
+        None
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
-    n: int | None = Field(None, ge=1)
+    n: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
@@ -83,7 +82,7 @@ class SamplingFields(Schema):
         | None
     ) = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower goes first; default 0."
     )
@@ -144,7 +143,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 class ChatCompletionRequest(SamplingFields):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

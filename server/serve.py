@@ -20,7 +20,7 @@ from adaflash.server.listener import bind, listen
 from adaflash.server.logs import configure_logging
 from adaflash.server.metrics import Metrics
 from adaflash.server.model_files import find_model, served_names
-from adaflash.server.settings import ServerSettings
+from adaflash.server.settings import ServerSettings, engine_environment
 from adaflash.server.tokenizer import Tokenizer, load_tokenizer
 
 MIB = 2**20
@@ -53,7 +53,12 @@ async def _serve(settings: ServerSettings, model_path: Path, listener: socket.so
     tokenizer = read_tokenizer(settings, model_path)
     metrics = Metrics(names[0])
     config = settings.engine_config(model_path)
-    engine = EngineProcess(config, metrics, max_queued_requests=settings.max_queued_requests)
+    engine = EngineProcess(
+        config,
+        metrics,
+        max_queued_requests=settings.max_queued_requests,
+        environment=engine_environment(),
+    )
     lifecycle = Lifecycle()
     context = AppContext(engine, tokenizer, metrics, lifecycle, app_options(settings, names))
 

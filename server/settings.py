@@ -27,6 +27,11 @@ from adaflash.engine.errors import ConfigError
 
 ENV_PREFIX = "ADAFLASH_"
 
+# How long an OpenMP thread of the engine spins at a barrier before it sleeps, in libgomp's units.
+# Its default never sleeps: then one thread pushed off its core makes every step ten times as long
+# (docs/decisions/006-threads.md).
+ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -201,6 +206,11 @@ def load_settings(flags: Mapping[str, object]) -> ServerSettings:
         raise ConfigError(_explain(error.errors()[0], flags)) from None
     settings.engine_config(Path(settings.model)).check()
     return settings
+
+
+def engine_environment() -> dict[str, str]:
+    """The environment of the engine process: ours, and what ours leaves open."""
+    return ENGINE_ENVIRONMENT | dict(os.environ)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

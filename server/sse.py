@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -31,7 +31,7 @@ class EventStream(StreamingResponse):
     `close` is called at the end in any case, also if the client left before the first event.
     """
 
-    def __init__(self, events: AsyncIterator[Event], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None], close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_frames(events), media_type="text/event-stream", headers=headers)
         self._close = close
@@ -43,7 +43,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+async def _frames(events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
     try:
         async for event in _with_pauses(events):
             yield KEEP_ALIVE if event is None else frame(event)
@@ -54,7 +54,7 @@ async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _with_pauses(events: AsyncIterator[Event]) -> AsyncIterator[Event | None]:
+async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncIterator[Event | None]:
     """The events, and None whenever none came for a while."""
     upcoming = asyncio.ensure_future(anext(events, None))
     try:
@@ -72,3 +72,4 @@ async def _with_pauses(events: AsyncIterator[Event]) -> AsyncIterator[Event | No
         # The client is gone, or all is sent: end the generator now, not when it is collected.
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
+        await events.aclose()

@@ -116,11 +116,12 @@ def _facts_of(folder: Path) -> TokenizerFacts:
     config = _read_object(folder / "tokenizer_config.json")
     special = _read_object(folder / "special_tokens_map.json") | config
     template_file = folder / "chat_template.jinja"
-    template = (
-        template_file.read_text(encoding="utf-8")
-        if template_file.exists()
-        else _default_template(config.get("chat_template"))
-    )
+    template = _default_template(config.get("chat_template"))
+    if template_file.exists():
+        try:
+            template = template_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {template_file}: {error}") from error
     return TokenizerFacts(
         _token_name(special.get("bos_token")), _token_name(special.get("eos_token")), template
     )

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from adaflash.engine.config import EngineConfig
-from adaflash.engine.errors import ConfigError, EngineDownError
+from adaflash.engine.errors import EngineDownError
 from adaflash.engine.messages import (
     EngineFacts,
     EngineFailed,
@@ -44,12 +44,19 @@ class WorkerProcess:
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> "WorkerProcess":
-        """Start the process and hand it its settings; it is not ready yet."""
+    async def start(cls, config: EngineConfig, environment: Mapping[str, str]) -> "WorkerProcess":
+        """Start the process and hand it its settings; it is not ready yet.
+
+        Raises OSError if the machine has no room for it.
+        """
         folder = Path(tempfile.mkdtemp(prefix="adaflash-"))
         command = (sys.executable, "-P", "-m", "adaflash.engine.worker")
         process = await asyncio.create_subprocess_exec(
-            *command, _address(folder, "in"), _address(folder, "out"), stdin=subprocess.PIPE
+            *command,
+            _address(folder, "in"),
+            _address(folder, "out"),
+            stdin=subprocess.PIPE,
+            env=environment,
         )
         worker = cls(process, folder)
         assert process.stdin is not None
@@ -67,13 +74,13 @@ class WorkerProcess:
         return self._process.returncode
 
     async def ready(self) -> EngineFacts:
-        """Wait until the model is loaded. Raises ConfigError or EngineDownError if it will not."""
+        """Wait until the model is loaded. Raises EngineDownError if it will not be."""
         async for message in self.messages():
             match message:
                 case EngineReady(facts):
                     return facts
-                case EngineFailed(error, fatal):
-                    raise ConfigError(error) if fatal else EngineDownError(error)
+                case EngineFailed(error):
+                    raise EngineDownError(error)
         raise EngineDownError(f"the engine ended with status {self.exit_status} while starting")
 
     def send(self, message: ToEngine) -> None:

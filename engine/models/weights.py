@@ -14,6 +14,7 @@ from adaflash.engine.models.decoder import Decoder
 from adaflash.engine.models.gguf_checkpoint import GgufCheckpoint
 from adaflash.engine.models.rope import inverse_frequencies
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the config says anyway
 
 
@@ -81,8 +82,14 @@ def _num_rows(module: str, config: ModelConfig) -> int:
 def _account(checkpoint: Checkpoint, wanted: set[str]) -> None:
     """Every tensor that is wanted is there, and every one that is there is wanted."""
     present = {name for name in checkpoint.names() if not name.endswith(IGNORED_SUFFIX)}
-    if checkpoint.config.tie_word_embeddings:
-        present.discard("lm_head.weight")  # some tied checkpoints store it all the same
+    if checkpoint.config.tie_word_embeddings and {HEAD, EMBEDDING} <= present:
+        # Some tied checkpoints store their head all the same.
+        if not torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING)):
+            raise CheckpointError(
+                f"{HEAD} differs from {EMBEDDING}, but the config ties them: correct "
+                "tie_word_embeddings"
+            )
+        present.discard(HEAD)
     if missing := sorted(wanted - present):
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
     if left_over := sorted(present - wanted):

@@ -4,10 +4,10 @@ from fastapi import APIRouter, Request, Response
 
 from adaflash.engine.types import TokenLogprobs
 from adaflash.server.answers import WholeChoice, respond
+from adaflash.server.bodies import JsonRoute
 from adaflash.server.context import Context
 from adaflash.server.generate import ChoiceDelta, counting_rejections, start
 from adaflash.server.jobs import chat_job, envelope
-from adaflash.server.requests import JsonRoute
 from adaflash.server.responses import ChatCompletion
 from adaflash.server.routes.documented import generation_responses
 from adaflash.server.schemas import ChatCompletionRequest
@@ -25,7 +25,8 @@ async def create_chat_completion(
     with counting_rejections(context.metrics):
         head = envelope("chatcmpl", request, context.model_name(body.model), context)
         generation = start(await chat_job(body, head, context), context)
-    return await respond(generation, body, request, head, ChatFormat(context.tokenizer))
+    chat = ChatFormat(context.tokenizer, with_logprobs=bool(body.logprobs))
+    return await respond(generation, body, request, head, chat)
 
 
 class ChatFormat:
@@ -34,15 +35,16 @@ class ChatFormat:
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
         self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
 
     def whole(self, choice: WholeChoice) -> Event:
         assert choice.last is not None
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.logprobs) if self._with_logprobs else None,
             "finish_reason": choice.last.finish_reason,
             "stop_reason": choice.last.stop_reason,
         }
@@ -55,17 +57,14 @@ class ChatFormat:
         choice: Event = {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.logprobs),
+            "logprobs": self._logprobs(delta.logprobs) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         return choice
 
-    def _logprobs(self, found: list[TokenLogprobs]) -> Event | None:
-        """null if none were asked for."""
-        if not found:
-            return None
+    def _logprobs(self, found: list[TokenLogprobs]) -> Event:
         content = [
             self._entry(token.token_id, token.logprob)
             | {"top_logprobs": [self._entry(*top) for top in token.top]}

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from adaflash.engine.types import TokenLogprobs
 from adaflash.server.answers import WholeChoice, respond
+from adaflash.server.bodies import JsonRoute
 from adaflash.server.context import Context
 from adaflash.server.generate import ChoiceDelta, counting_rejections, start
 from adaflash.server.jobs import completion_job, envelope
-from adaflash.server.requests import JsonRoute
 from adaflash.server.responses import Completion
 from adaflash.server.routes.documented import generation_responses
 from adaflash.server.schemas import CompletionRequest
@@ -74,6 +74,9 @@ class CompletionFormat:
         return {
             "tokens": tokens,
             "token_logprobs": [token.logprob for token in found],
-            "top_logprobs": [{name(id_): value for id_, value in token.top} for token in found],
+            # Different tokens can have one name (halves of characters): the likeliest keeps it.
+            "top_logprobs": [
+                {name(id_): value for id_, value in reversed(token.top)} for token in found
+            ],
             "text_offset": offsets,
         }

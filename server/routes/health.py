@@ -15,8 +15,7 @@ router = APIRouter()
 @router.get("/health", responses=errors(503))
 async def health(context: Context) -> Status:
     """Live: the engine process is up."""
-    if not context.engine.is_alive:
-        raise EngineDownError("the engine is not running; it is being restarted")
+    context.check_alive()
     return Status(status="ok")
 
 
@@ -24,8 +23,7 @@ async def health(context: Context) -> Status:
 async def ready(context: Context) -> Status:
     """Ready: new work is taken, and steps advance while work waits."""
     context.check_accepting()
-    if not context.engine.is_alive:
-        raise EngineDownError("the engine is not running; it is being restarted")
+    context.check_alive()
     if not context.engine.is_advancing:
         raise EngineDownError("the engine has not finished a step for a while")
     return Status(status="ready")

@@ -5,9 +5,9 @@ import asyncio
 from fastapi import APIRouter
 
 from adaflash.engine.errors import InvalidRequestError
+from adaflash.server.bodies import JsonRoute
 from adaflash.server.context import Context
 from adaflash.server.prompts import chat_prompt, encode
-from adaflash.server.requests import JsonRoute
 from adaflash.server.responses import Text, Tokens
 from adaflash.server.routes.documented import errors
 from adaflash.server.sampling import check_token_ids

@@ -72,6 +72,27 @@ def test_a_lower_priority_number_goes_first_then_arrival() -> None:
     assert served == ["first", "second", "late"]
 
 
+def test_a_better_rank_does_not_wait_behind_a_long_prefill() -> None:
+    under_test = scheduler(num_pages=40, tokens=8)
+    under_test.add(request("long", list(range(100)), priority=1))
+    step(under_test)
+    under_test.add(request("short", [7, 7, 7], priority=0))
+    under_test.add(request("later", [8, 8, 8], priority=1))
+    assert shapes(step(under_test)) == [
+        ("short", RowKind.PREFILL, 0, 3),
+        ("long", RowKind.PREFILL, 8, 5),
+    ]
+
+
+def test_a_better_rank_does_not_wait_for_a_worse_one_to_share() -> None:
+    under_test = scheduler(num_pages=40, tokens=8)
+    under_test.add(request("worse", list(range(40)), priority=1))
+    step(under_test)
+    under_test.add(request("better", list(range(40)), priority=0))
+    rows = step(under_test)
+    assert [shape[0] for shape in shapes(rows)] == ["better"]
+
+
 def test_a_known_prefix_is_not_computed_again() -> None:
     under_test = scheduler()
     under_test.add(request("a", [1, 2, 3, 4, 5, 6, 7, 8]))

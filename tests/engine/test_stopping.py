@@ -2,10 +2,10 @@
 
 import pytest
 
-from adaflash.engine.stopping import Ending, StopRules, find_ending
+from adaflash.engine.stopping import Ending, ModelLimits, find_ending
 from adaflash.engine.types import FinishReason, Request, SamplingParams, Sequence
 
-RULES = StopRules(eos_token_ids=frozenset({0}), max_model_len=20)
+LIMITS = ModelLimits(vocab_size=32, eos_token_ids=frozenset({0}), max_model_len=20)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -25,11 +25,11 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 def test_endings(emitted: list[int], changes: dict[str, object], expected: Ending) -> None:
     sampling = SamplingParams(**{"seed": 0, "max_tokens": 10, **changes})  # type: ignore[arg-type]
     request = Request(request_id="a", prompt_ids=[1, 2], sampling=sampling)
-    assert find_ending(Sequence(request, order=0), emitted, RULES) == expected
+    assert find_ending(Sequence(request, order=0), emitted, LIMITS) == expected
 
 
 def test_the_context_is_a_limit_too() -> None:
     request = Request(
         request_id="a", prompt_ids=[1] * 18, sampling=SamplingParams(seed=0, max_tokens=10)
     )
-    assert find_ending(Sequence(request, order=0), [5, 6, 7], RULES) == Ending(2, LENGTH)
+    assert find_ending(Sequence(request, order=0), [5, 6, 7], LIMITS) == Ending(2, LENGTH)

@@ -12,7 +12,7 @@ from adaflash.engine.messages import StepReport, TokenDelta
 from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
-from adaflash.engine.stopping import StopRules
+from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.types import Request, SamplingParams
 
 VOCAB = 32
@@ -46,7 +46,9 @@ def toy_engine(
     pool = PagePool(num_pages, page_size=4)
     scheduler = Scheduler(pool, max_num_seqs=seqs, max_batched_tokens=tokens, prefix_cache=True)
     eos = frozenset({EOS})
-    return Engine(pool, scheduler, ToyTarget(), Sampler(VOCAB, eos), StopRules(eos, max_model_len))
+    return Engine(
+        pool, scheduler, ToyTarget(), Sampler(VOCAB, eos), ModelLimits(VOCAB, eos, max_model_len)
+    )
 
 
 def request(name: str, prompt: list[int], sampling: SamplingParams) -> Request:

@@ -103,6 +103,23 @@ def test_filters_keep_what_a_sort_keeps(
     assert int(kept[2].sum()) == 5
 
 
+def test_a_row_is_filtered_alike_alone_and_in_a_batch() -> None:
+    """On several threads and a real vocabulary, where reductions are split over the threads."""
+    logits = torch.randn(40, 49152, generator=torch.Generator().manual_seed(0)) * 2
+    vocab = torch.full((40,), 49152)
+    params = FilterParams(vocab, torch.linspace(0.5, 0.999, 40), torch.zeros(40))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = filter_logits(logits, params)
+        for row in range(40):
+            one = slice(row, row + 1)
+            alone = FilterParams(params.top_k[one], params.top_p[one], params.min_p[one])
+            assert torch.equal(filter_logits(logits[one], alone)[0], together[row])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_penalties_by_hand() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 3.0]])
     counts = torch.tensor([[2, 1, 0, 0]])

@@ -21,7 +21,6 @@ FACTS = EngineFacts(
     num_threads=2,
     attention="reference",
     load_s=1.25,
-    eos_token_ids=[2],
 )
 
 

@@ -135,7 +135,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ({"port": "x"}, "--port: input should be a valid integer"),
         ({"port": "70000"}, "--port: input should be less than or equal to 65535, not '70000'"),
         ({"dtype": "int3"}, "--dtype: input should be 'auto', 'float32'"),
-        ({"kv_cache_gib": "nan"}, "kv_cache_gib must be positive"),
+        ({"kv_cache_gib": "nan"}, "kv_cache_gib must be a positive number"),
         ({"max_body_mib": "inf"}, "--max-body-mib: input should be a finite number"),
         ({"page_size": "0"}, "page_size must be at least 1"),
         ({"max_num_seqs": "512"}, r"max_batched_tokens \(256\) must be at least max_num_seqs"),
