@@ -1,6 +1,6 @@
 """Every setting of the server: flags over environment over a YAML file over defaults.
 
-This is the only module that reads the environment.
+This is the only module that reads settings from the environment.
 """
 
 import difflib
