@@ -2,7 +2,8 @@
 
 Decoding sequences come first (one token each), then prefill chunks of running sequences and of
 new ones, by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
-preempted: it gives its pages back and is computed again later, mostly from the prefix cache.
+preempted: it gives its pages back and is computed again later, mostly from the prefix cache. A
+waiting sequence never pushes out a running one, whatever its rank: it gets the next free place.
 """
 
 import enum
@@ -140,10 +141,11 @@ class Scheduler:
         rows: list[Row] = []
         deferred: list[Sequence] = []
         while budget > 0:
-            waiting = self._waiting[0][1] if may_admit and self._waiting else None
+            has_seat = len(self._running) < self._max_num_seqs
+            waiting = self._waiting[0][1] if may_admit and has_seat and self._waiting else None
             if running and (waiting is None or running[0].rank < waiting.rank):
                 sequence = running.popleft()
-            elif waiting is not None and len(self._running) < self._max_num_seqs:
+            elif waiting is not None:
                 sequence = self._pop_waiting()
                 verdict = self._try_to_start(sequence)
                 if verdict is not _Admission.STARTED:
@@ -154,9 +156,6 @@ class Scheduler:
                         verdict is _Admission.SHARES_SOON and len(deferred) < self._max_num_seqs
                     )
                     continue
-            elif waiting is not None:
-                may_admit = False  # no seat is free
-                continue
             else:
                 break
             rows.append(_prefill_row(sequence, budget))
