@@ -1,5 +1,6 @@
 """From settings and a checkpoint to a running engine."""
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 import torch
 
 from adaflash.engine.config import EngineConfig
-from adaflash.engine.devices import Device, cache_bytes, choose_device
+from adaflash.engine.devices import GIB, Device, cache_bytes, choose_device
 from adaflash.engine.engine import Engine
 from adaflash.engine.errors import ConfigError
 from adaflash.engine.kv_cache import KVCache
@@ -21,6 +22,7 @@ from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
 from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.target import TargetModel
+from adaflash.kernels.attention import AttentionBackend
 from adaflash.kernels.reference_attention import ReferenceAttention
 
 
@@ -44,7 +46,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
     torch.set_num_threads(device.num_threads)
     decoder = load_decoder(Path(config.model_path), device.dtype, device.device)
     size = size_cache(config, decoder.config, device)
-    engine = assemble(config, decoder, device, size)
+    attention = ReferenceAttention()
+    engine = assemble(config, decoder, device, size, attention)
     return engine, EngineFacts(
         pid=os.getpid(),
         vocab_size=decoder.config.vocab_size,
@@ -54,12 +57,18 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
         dtype=device.dtype_name,
         device=str(device.device),
         num_threads=device.num_threads,
-        attention=ReferenceAttention.name,
+        attention=attention.name,
         load_s=time.monotonic() - started,
     )
 
 
-def assemble(config: EngineConfig, decoder: Decoder, device: Device, size: CacheSize) -> Engine:
+def assemble(
+    config: EngineConfig,
+    decoder: Decoder,
+    device: Device,
+    size: CacheSize,
+    attention: AttentionBackend,
+) -> Engine:
     """Put the parts together around a loaded decoder."""
     model = decoder.config
     kv = KVCache(
@@ -82,7 +91,7 @@ def assemble(config: EngineConfig, decoder: Decoder, device: Device, size: Cache
     return Engine(
         pool,
         scheduler,
-        TargetModel(decoder, kv, ReferenceAttention()),
+        TargetModel(decoder, kv, attention),
         Sampler(model.vocab_size, eos),
         ModelLimits(model.vocab_size, eos, size.max_model_len),
     )
@@ -103,9 +112,10 @@ def size_cache(config: EngineConfig, model: ModelConfig, device: Device) -> Cach
     num_pages = min(cache_bytes(config, device.device) // bytes_per_page, most)
     capacity = num_pages * config.page_size
     if capacity < 2 or (config.max_model_len is not None and capacity < wanted):
-        needed = -(-wanted // config.page_size) * bytes_per_page / (1 << 30)
+        needed = -(-wanted // config.page_size) * bytes_per_page / GIB
         raise ConfigError(
-            f"the KV cache holds {capacity} tokens, fewer than one request of {wanted}: "
-            f"set --kv-cache-gib to at least {needed:.2f}, or lower --max-model-len"
+            f"the KV cache holds {capacity} tokens, and one request may have {wanted}: "
+            f"set --kv-cache-gib to at least {math.ceil(needed * 100) / 100}, or lower "
+            "--max-model-len"
         )
     return CacheSize(num_pages, min(wanted, capacity))

@@ -1,4 +1,4 @@
-"""How the engine is set up. Frozen: `resolve` returns a new one instead of filling in later."""
+"""How the engine is set up: checked by `check`, never changed."""
 
 import math
 

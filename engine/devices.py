@@ -10,7 +10,7 @@ from adaflash.engine.config import EngineConfig
 from adaflash.engine.errors import ConfigError
 
 GIB = 1 << 30
-CPU_CACHE_GIB = 2.0  # default KV cache on the CPU, if a quarter of the free memory allows it
+CPU_CACHE_GIB = 2.0  # default KV cache on the CPU, if a quarter of the available memory allows it
 CUDA_CACHE_SHARE = 0.85  # of the memory left after loading the weights
 
 
@@ -38,8 +38,11 @@ def choose_device(config: EngineConfig) -> Device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but this PyTorch sees no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} was asked for, and PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices"
+        )
     num_threads = config.num_threads or _default_threads()
     return Device(device, _choose_dtype(config.dtype, device), num_threads)
 
@@ -80,4 +83,5 @@ def _available_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
+    # Elsewhere: half of all memory, taking the rest to be in use.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -2,7 +2,7 @@
 
 Decoding sequences come first (one token each), then prefill chunks of running sequences and of
 new ones, by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
-preempted: it gives its pages back and is computed again later, mostly from the prefix cache. A
+preempted: it gives its pages back and is computed again later, mostly from the prefix cache where it is on. A
 waiting sequence never pushes out a running one, whatever its rank: it gets the next free place.
 """
 
@@ -10,7 +10,7 @@ import enum
 import heapq
 import time
 from collections import deque
-from collections.abc import Sequence as TokenIds
+from collections.abc import Sequence as Many
 
 from adaflash.engine.pages import NO_PARENT, PagePool, page_hash
 from adaflash.engine.types import (
@@ -81,7 +81,7 @@ class Scheduler:
         rows += self._prefills(len(rows), may_admit=not preempted)
         return StepPlan(tuple(rows), tuple(preempted))
 
-    def commit(self, row: Row, emitted: TokenIds[int]) -> None:
+    def commit(self, row: Row, emitted: Many[int]) -> None:
         """The step computed `row` and emitted these tokens: lengths move here and nowhere else.
 
         All emitted tokens but the last were drafts that the target agreed with, so their K/V is

@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # over generated tokens
     frequency_penalty: float = 0.0  # over generated tokens
-    repetition_penalty: float = 1.0  # > 0; over prompt and generated tokens
+    repetition_penalty: float = 1.0  # >= 0.01; over prompt and generated tokens
     logit_bias: dict[int, float] = {}  # -100 bans the token
     num_logprobs: int | None = None  # None = none; 0 = the chosen token's only; k = and the top k
 
@@ -86,7 +86,7 @@ class Sequence:
 
     request: Request
     order: int  # arrival number: first come, first served inside a priority
-    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then output
     num_committed: int = 0
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of the leading full pages of token_ids
@@ -95,8 +95,7 @@ class Sequence:
     first_scheduled_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            self.token_ids = list(self.request.prompt_ids)
+        self.token_ids = list(self.request.prompt_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -76,7 +76,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     mailbox = Mailbox(sys.argv[1], sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_exit_with_server, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=_exit_with_server, args=(sys.stdin.fileno(),), daemon=True).start()
     try:
         engine, facts = build_engine(config)
         mailbox.post(EngineReady(facts))
@@ -94,8 +94,10 @@ def _give_up(mailbox: Mailbox, reason: str) -> int:
     return 1
 
 
-def _exit_with_server(stdin: BinaryIO) -> None:
-    stdin.read()
+def _exit_with_server(stdin: int) -> None:
+    """stdin: a file descriptor; not the buffered file, which the interpreter locks at its end."""
+    while os.read(stdin, 1):
+        pass
     os._exit(0)
 
 

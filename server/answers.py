@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 
 from adaflash.engine.types import TokenLogprobs
 from adaflash.server.disconnects import unless_client_leaves
+from adaflash.server.envelope import Envelope, log_usage
 from adaflash.server.generate import ChoiceDelta, Generation
-from adaflash.server.jobs import Envelope, log_usage
 from adaflash.server.schemas import SamplingFields, StreamOptions
 from adaflash.server.sse import Event, EventStream
 

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from adaflash.engine.errors import EngineDownError
-from adaflash.server.engine_client import EngineClient
+from adaflash.server.engine_client import ENGINE_DOWN, EngineClient
 from adaflash.server.errors import ModelNotFoundError, ShuttingDownError, shorten
 from adaflash.server.lifecycle import Lifecycle
 from adaflash.server.metrics import Metrics
@@ -53,7 +53,7 @@ class AppContext:
     def check_alive(self) -> None:
         """Raise EngineDownError while the engine process is not up."""
         if not self.engine.is_alive:
-            raise EngineDownError("the engine is not running; it is being restarted")
+            raise EngineDownError(ENGINE_DOWN)
 
 
 def context_of(request: Request) -> AppContext:

@@ -6,6 +6,8 @@ from typing import Protocol
 from adaflash.engine.messages import EngineFacts, TokenDelta
 from adaflash.engine.types import Request
 
+ENGINE_DOWN = "the engine is not running; it is being restarted"
+
 
 class TokenStream(Protocol):
     """The deltas of one request, in order; the last one carries the finish reason."""

@@ -24,16 +24,20 @@ from adaflash.engine.messages import (
     TokenDelta,
 )
 from adaflash.engine.types import Request
-from adaflash.server.engine_client import TokenStream
+from adaflash.server.engine_client import ENGINE_DOWN, TokenStream
 from adaflash.server.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
 
-DOWN = "the engine is not running; it is being restarted"
 STALL_S = 30.0  # no step for this long while work waits: not ready
-RETRY_AFTER_S = 1
+QUEUE_RETRY_AFTER_S = 1
 BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before the first, second, ... restart
 STEADY_S = 60.0  # a worker that lived this long starts the pauses anew
+
+
+async def pause(seconds: float) -> None:
+    """Between a death and the restart."""
+    await asyncio.sleep(seconds)
 
 
 class EngineObserver(Protocol):
@@ -64,7 +68,7 @@ class EngineProcess:
         self._streams: dict[str, _Stream] = {}
         self._worker: WorkerProcess | None = None
         self._facts: EngineFacts | None = None  # None while down
-        self._last_progress_s = time.monotonic()
+        self._ready_s = self._last_progress_s = time.monotonic()
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -86,12 +90,12 @@ class EngineProcess:
     def abort_all(self) -> None:
         """Give up every request in flight; each still gets its last delta."""
         for request_id in list(self._streams):
-            self._abort(request_id)
+            self.abort(request_id)
 
     @property
     def facts(self) -> EngineFacts:
         if self._facts is None:
-            raise EngineDownError(DOWN)
+            raise EngineDownError(ENGINE_DOWN)
         return self._facts
 
     @property
@@ -106,7 +110,7 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Admit all of `requests` or none; see EngineClient."""
         if self._facts is None or self._worker is None:
-            raise EngineDownError(DOWN)
+            raise EngineDownError(ENGINE_DOWN)
         if len(requests) > self._max_in_flight:
             raise InvalidRequestError(
                 f"prompts and choices make {len(requests)} requests, more than the "
@@ -117,7 +121,7 @@ class EngineProcess:
             raise QueueFullError(
                 f"{len(self._streams)} requests are in flight and the limit is "
                 f"{self._max_in_flight}; try again later",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=QUEUE_RETRY_AFTER_S,
             )
         if not self._streams:
             self._last_progress_s = time.monotonic()
@@ -129,7 +133,8 @@ class EngineProcess:
         self._streams[request.request_id] = stream
         return stream
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
+        """End one request; its pages are free within a step. Ended ones are ignored."""
         if request_id in self._streams and self._worker is not None:
             with contextlib.suppress(EngineDownError):  # then the request ends with the engine
                 self._worker.send(Abort(request_id))
@@ -137,7 +142,7 @@ class EngineProcess:
     async def _launch(self) -> None:
         self._worker = await WorkerProcess.start(self._config, self._environment)
         self._facts = await self._worker.ready()
-        self._last_progress_s = time.monotonic()
+        self._last_progress_s = self._ready_s = time.monotonic()
         self._observer.on_engine_up(self._facts)
 
     async def _supervise(self) -> None:
@@ -147,13 +152,12 @@ class EngineProcess:
         """
         num_failures = 0
         while True:
-            started = time.monotonic()
             reason = await self._live()
-            if time.monotonic() - started >= STEADY_S:
+            if self._facts is not None and time.monotonic() - self._ready_s >= STEADY_S:
                 num_failures = 0
             log.error("the engine is down: %s", reason)
             await self._bury(reason)
-            await asyncio.sleep(BACK_OFF_S[min(num_failures, len(BACK_OFF_S) - 1)])
+            await pause(BACK_OFF_S[min(num_failures, len(BACK_OFF_S) - 1)])
             num_failures += 1
 
     async def _live(self) -> str:
@@ -231,4 +235,4 @@ class _Stream:
 
     def abort(self) -> None:
         if not self._ended:
-            self._process._abort(self._request_id)
+            self._process.abort(self._request_id)

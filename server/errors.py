@@ -16,7 +16,7 @@ from adaflash.engine.errors import (
     RequestError,
 )
 
-RETRY_AFTER_S = 2  # while draining or restarting
+DOWN_RETRY_AFTER_S = 2  # while draining or restarting
 MAX_SHOWN = 100  # characters of a client's value or name in a message
 
 
@@ -91,7 +91,7 @@ def error_response(error: Exception) -> JSONResponse:
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(error.retry_after_s)
     elif row.status == 503:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers["Retry-After"] = str(DOWN_RETRY_AFTER_S)
     elif row.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), row.status, headers)

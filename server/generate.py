@@ -6,7 +6,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -148,11 +148,11 @@ class _Record:
     num_tokens: int = 0
     first_s: float | None = None
     last_s: float = 0.0
-    ended: bool = field(default=False)
+    ended: bool = False
 
     def on_tokens(self, delta: TokenDelta, num_tokens: int) -> None:
         now = time.monotonic()
-        if self.first_s is None and delta.num_cached_tokens is not None:
+        if self.first_s is None:
             self._on_first(delta, now)
         else:
             for _ in range(num_tokens):  # a delta may bring several: they share its gap

@@ -1,52 +1,15 @@
-"""From validated bodies to jobs, and what answers have in common."""
-
-import time
-from dataclasses import dataclass
-
-from fastapi import Request
+"""From validated bodies to jobs."""
 
 from adaflash.engine.errors import InvalidRequestError
 from adaflash.engine.types import SamplingParams
 from adaflash.server.context import AppContext
-from adaflash.server.generate import Job, Usage
-from adaflash.server.middleware import USAGE, arrival_of, request_id_of
+from adaflash.server.envelope import Envelope
+from adaflash.server.generate import Job
 from adaflash.server.prompts import chat_prompt, completion_prompts
 from adaflash.server.sampling import check_max_tokens, room_for_output, sampling_params
 from adaflash.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What every answer and chunk of one HTTP request says of it."""
-
-    request_id: str
-    arrival_s: float  # on time.monotonic()'s clock
-    answer_id: str
-    model: str
-    created: int  # seconds since 1970
-
-    def as_json(self, kind: str) -> dict[str, object]:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
-
-
-def envelope(prefix: str, request: Request, model: str, context: AppContext) -> Envelope:
-    """Raises ShuttingDownError while draining: no new work gets further than here."""
-    context.check_accepting()
-    request_id = request_id_of(request.scope)
-    return Envelope(
-        request_id,
-        arrival_of(request.scope),
-        f"{prefix}-{request_id}",
-        model,
-        int(time.time()),
-    )
 
 
 async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppContext) -> Job:
@@ -64,7 +27,7 @@ async def chat_job(body: ChatCompletionRequest, head: Envelope, context: AppCont
         body,
         context.engine.facts,
         max_tokens=asked or room,
-        num_logprobs=body.top_logprobs or 0 if body.logprobs else None,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return _job(body, head, [prompt], sampling, context)
 
@@ -106,8 +69,3 @@ def _job(
         num_choices=num_choices,
         priority=body.priority or 0,
     )
-
-
-def log_usage(request: Request, usage: Usage) -> None:
-    """Show the token counts in the request's log line, as they are when it ends."""
-    request.scope["state"][USAGE] = usage

@@ -53,8 +53,8 @@ class RequestLog:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=time.monotonic())
-        started, status = time.perf_counter(), None
+        arrival_s, status = time.monotonic(), None
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=arrival_s)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -71,7 +71,7 @@ class RequestLog:
                 raise  # too late for an answer: the connection breaks
             await error_response(error)(scope, receive, send_with_id)
         finally:
-            self._record(scope, status or CLIENT_LEFT, time.perf_counter() - started)
+            self._record(scope, status or CLIENT_LEFT, time.monotonic() - arrival_s)
 
     def _record(self, scope: Scope, status: int, elapsed_s: float) -> None:
         route = scope.get("route")

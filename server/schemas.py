@@ -73,7 +73,7 @@ class SamplingFields(Schema):
     n: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, gt=0, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2, allow_inf_nan=False)
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],

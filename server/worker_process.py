@@ -1,6 +1,7 @@
 """One engine process: its life, and the two sockets to it."""
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -50,15 +51,19 @@ class WorkerProcess:
         Raises OSError if the machine has no room for it.
         """
         folder = Path(tempfile.mkdtemp(prefix="adaflash-"))
-        command = (sys.executable, "-P", "-m", "adaflash.engine.worker")
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            _address(folder, "in"),
-            _address(folder, "out"),
-            stdin=subprocess.PIPE,
-            env=environment,
-        )
-        worker = cls(process, folder)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            command = (sys.executable, "-P", "-m", "adaflash.engine.worker")
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                _address(folder, "in"),
+                _address(folder, "out"),
+                stdin=subprocess.PIPE,
+                env=environment,
+            )
+            undo.callback(process.kill)
+            worker = cls(process, folder)
+            undo.pop_all()  # all went well: `close` cleans up
         assert process.stdin is not None
         # Standard input stays open: its end tells the worker that this process is gone.
         process.stdin.write(msgspec.json.encode(config) + b"\n")

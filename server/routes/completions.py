@@ -8,8 +8,9 @@ from adaflash.engine.types import TokenLogprobs
 from adaflash.server.answers import WholeChoice, respond
 from adaflash.server.bodies import JsonRoute
 from adaflash.server.context import Context
+from adaflash.server.envelope import envelope
 from adaflash.server.generate import ChoiceDelta, counting_rejections, start
-from adaflash.server.jobs import completion_job, envelope
+from adaflash.server.jobs import completion_job
 from adaflash.server.responses import Completion
 from adaflash.server.routes.documented import generation_responses
 from adaflash.server.schemas import CompletionRequest

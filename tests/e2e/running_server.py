@@ -29,6 +29,11 @@ class RunningServer:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    def memory(self) -> int:
+        """Resident bytes of both processes."""
+        processes = (psutil.Process(self.process.pid), self.engine)
+        return sum(process.memory_info().rss for process in processes)
+
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=10)
 

@@ -124,8 +124,7 @@ def test_stop_strings_end_the_text_before_them(client: OpenAI) -> None:
 
 
 def test_stop_token_ids_and_their_reason(client: OpenAI) -> None:
-    banned = {str(token): 100 for token in (65,)}
-    answer = chat(client, logit_bias=banned, extra_body={"stop_token_ids": [65]})
+    answer = chat(client, logit_bias={"65": 100}, extra_body={"stop_token_ids": [65]})
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].model_extra == {"stop_reason": 65}
     assert text(answer) == ""

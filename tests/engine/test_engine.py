@@ -53,23 +53,26 @@ def test_neighbours_chunks_hits_and_preemption_change_no_token(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "reason", "stop_token_id"),
+    ("sampling", "reason", "stop_token_id", "length"),
     [
-        (SamplingParams(seed=0, max_tokens=3, temperature=0, ignore_eos=True), "length", None),
-        (SamplingParams(seed=0, max_tokens=50, logit_bias={EOS: 99}), "stop", None),
+        (SamplingParams(seed=0, max_tokens=3, temperature=0, ignore_eos=True), "length", None, 3),
+        (SamplingParams(seed=0, max_tokens=50, logit_bias={EOS: 99}), "stop", None, 1),
         (
             SamplingParams(seed=0, max_tokens=9, logit_bias={4: 99}, stop_token_ids=frozenset({4})),
             "stop",
             4,
+            1,
         ),
-        (SamplingParams(seed=0, max_tokens=99, ignore_eos=True), "length", None),
+        (SamplingParams(seed=0, max_tokens=99, ignore_eos=True), "length", None, 20),
     ],
 )
-def test_finish_reasons(sampling: SamplingParams, reason: str, stop_token_id: int | None) -> None:
+def test_finish_reasons(
+    sampling: SamplingParams, reason: str, stop_token_id: int | None, length: int
+) -> None:
     deltas = run(toy_engine(max_model_len=30), [request("a", [1] * 10, sampling)])["a"]
     assert deltas[-1].finish_reason == reason
     assert deltas[-1].stop_token_id == stop_token_id
-    assert len(text(deltas)) <= min(sampling.max_tokens, 20)
+    assert len(text(deltas)) == length
 
 
 def test_min_tokens_holds_back_every_ending() -> None:
@@ -108,27 +111,45 @@ def test_logprobs_are_the_targets_own() -> None:
         known += delta.token_ids
 
 
-def test_penalties_count_prompt_and_output() -> None:
-    sampling = SamplingParams(
-        seed=0, max_tokens=VOCAB - 2, temperature=0, frequency_penalty=2.0, presence_penalty=2.0,
-        repetition_penalty=2.0, logit_bias={EOS: -100},
-    )  # fmt: skip
-    tokens = text(run(toy_engine(), [request("a", [1], sampling)])["a"])
-    plain = text(
-        run(
-            toy_engine(),
-            [
-                request(
-                    "a",
-                    [1],
-                    SamplingParams(
-                        seed=0, max_tokens=VOCAB - 2, temperature=0, logit_bias={EOS: -100}
-                    ),
-                )
-            ],
-        )["a"]
-    )
-    assert len(set(tokens)) > len(set(plain))
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_filters_that_leave_one_token_are_greedy(narrow: dict[str, float]) -> None:
+    sampling = SamplingParams(**{"seed": 1, "max_tokens": 12, **narrow})  # type: ignore[arg-type]
+    tokens = text(run(toy_engine(), [request("a", [5, 6, 7], sampling)])["a"])
+    assert tokens == greedy_by_hand([5, 6, 7], 12)
+
+
+def penalized_by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """Greedy tokens with the penalties written out, token by token of the vocabulary."""
+    known = list(prompt)
+    for _ in range(sampling.max_tokens):
+        scores = toy_logits(known).tolist()
+        output = known[len(prompt) :]
+        for token in range(VOCAB):
+            if token in known:
+                factor = sampling.repetition_penalty
+                scores[token] *= 1 / factor if scores[token] > 0 else factor
+            scores[token] -= sampling.frequency_penalty * output.count(token)
+            scores[token] -= sampling.presence_penalty * (token in output)
+        known.append(scores.index(max(scores)))
+    return known[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.7},
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": -0.5, "frequency_penalty": 1.1, "repetition_penalty": 0.7},
+    ],
+)
+def test_penalties_by_hand(penalties: dict[str, float]) -> None:
+    """The prompt is half the vocabulary, so that leaving it out of repetition would show."""
+    prompt = list(range(1, VOCAB // 2))
+    given = {"seed": 0, "max_tokens": 25, "temperature": 0.0, "ignore_eos": True, **penalties}
+    sampling = SamplingParams(**given)  # type: ignore[arg-type]
+    tokens = text(run(toy_engine(), [request("a", prompt, sampling)])["a"])
+    assert tokens == penalized_by_hand(prompt, sampling)
 
 
 def test_abort_ends_a_request_wherever_it_is() -> None:

@@ -144,6 +144,10 @@ def test_the_worst_rank_is_preempted_and_comes_back() -> None:
     assert finished == {"a": 1, "b": 1}
 
 
+def slot(row: Row, position: int) -> int:
+    return row.sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random arrivals, lengths, aborts, prefix hits and preemptions.
 
@@ -177,14 +181,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence is not None
         self.end(sequence.request.request_id)
 
-    @rule(token=st.integers(0, 1))
-    def step(self, token: int) -> None:
+    @rule(token=st.integers(0, 1), num_accepted=st.integers(0, 2))
+    def step(self, token: int, num_accepted: int = 0) -> None:
         plan = self.scheduler.schedule()
         assert bool(plan.rows) == self.scheduler.has_work
         assert plan.num_tokens <= 6
         for row in plan.rows:
             self.compute(row)
-            self.scheduler.commit(row, [token] if row.reaches_end else [])
+            emitted = [token] if row.reaches_end else []
+            if row.kind is RowKind.VERIFY:
+                emitted = [token] * (1 + min(num_accepted, self.room(row)))
+                self.verify(row, emitted[:-1])
+            self.scheduler.commit(row, emitted)
         for row in plan.rows:
             sequence = row.sequence
             if sequence.num_output_tokens >= sequence.request.sampling.max_tokens:
@@ -193,15 +201,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compute(self, row: Row) -> None:
         sequence = row.sequence
         assert row.start == sequence.num_committed
-
-        def slot(position: int) -> int:
-            return sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-
         tokens = tuple(sequence.token_ids)
         for position in range(row.start):
-            assert self.written[slot(position)] == tokens[: position + 1]
+            assert self.written[slot(row, position)] == tokens[: position + 1]
         for position in range(row.start, row.start + row.num_tokens):
-            self.written[slot(position)] = tokens[: position + 1]
+            self.written[slot(row, position)] = tokens[: position + 1]
+
+    def room(self, row: Row) -> int:
+        """Drafts whose K/V fits in the pages that the sequence holds."""
+        return len(row.sequence.pages) * PAGE_SIZE - row.start - row.num_tokens
+
+    def verify(self, row: Row, drafts: list[int]) -> None:
+        """Write the K/V of drafts behind the row, as a step that accepts them does."""
+        tokens = (*row.sequence.token_ids, *drafts)
+        for position in range(row.start + row.num_tokens, len(tokens)):
+            self.written[slot(row, position)] = tokens[: position + 1]
 
     def end(self, name: str) -> None:
         sequence = self.scheduler.find(name)

@@ -26,13 +26,9 @@ def toy_logits(text: Many[int]) -> Tensor:
 
 
 class ToyTarget:
-    """See Target; counts its passes."""
-
-    def __init__(self) -> None:
-        self.num_passes = 0
+    """See Target."""
 
     def verify(self, rows: Many[VerifyRow]) -> Tensor:
-        self.num_passes += 1
         wanted = []
         for row in rows:
             known = row.row.sequence.token_ids
@@ -69,6 +65,9 @@ def drain(engine: Engine) -> dict[str, list[TokenDelta]]:
         engine.check_integrity()
         for delta in report.deltas:
             deltas.setdefault(delta.request_id, []).append(delta)
+    for own in deltas.values():
+        endings = [delta.finish_reason is not None for delta in own]
+        assert endings == [False] * (len(own) - 1) + [True], "not one ending, at the end"
     return deltas
 
 

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import httpx
+import openai
 import pytest
+from openai import AsyncOpenAI
 
+from adaflash.engine.types import SamplingParams
 from adaflash.server.context import AppOptions
 from adaflash.server.fake_engine import FakeEngineClient
-from adaflash.server.logs import ACCESS, FIELDS
+from adaflash.server.logs import ACCESS, FIELDS, JsonFormatter
 from tests.server.app_client import HELLO, Served
 
 CHAT = "/v1/chat/completions"
@@ -108,6 +111,34 @@ def test_a_death_in_mid_stream_is_an_event() -> None:
     assert served.metric("adaflash_request_success_total", finished_reason="error") == 2
 
 
+def test_the_openai_client_raises_its_own_kinds_of_error() -> None:
+    served = Served(
+        options=AppOptions(("tiny",), api_keys=("key",)), engine=FakeEngineClient(max_in_flight=1)
+    )
+
+    async def chat(http: httpx.AsyncClient, key: str = "key", n: int = 1) -> None:
+        client = AsyncOpenAI(
+            base_url="http://tiny/v1", api_key=key, http_client=http, max_retries=0
+        )
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], n=n
+        )
+
+    async def steps(http: httpx.AsyncClient) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            await chat(http, key="wrong")
+        with pytest.raises(openai.RateLimitError):
+            await chat(http, n=2)
+        with pytest.raises(openai.BadRequestError):
+            await chat(http, n=0)
+        served.engine.is_alive = False
+        with pytest.raises(openai.InternalServerError) as caught:
+            await chat(http)
+        assert caught.value.status_code == 503
+
+    run(served, steps)
+
+
 def test_unknown_places_answer_in_the_same_shape() -> None:
     async def steps(client: httpx.AsyncClient) -> None:
         for answer, status in (
@@ -157,6 +188,20 @@ def test_request_ids_are_echoed_or_made(given: str, kept: bool) -> None:
     run(Served(), steps)
 
 
+def test_the_log_line_has_the_id_and_the_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        body = {"messages": HELLO, "max_tokens": 3}
+        await client.post(CHAT, json=body, headers={"X-Request-Id": "mine"})
+
+    with caplog.at_level("INFO", logger=ACCESS):
+        run(Served(), steps)
+    (record,) = (r for r in caplog.records if r.name == ACCESS)
+    assert "id=mine" in record.getMessage()
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["request_id"], line["status"], line["completion_tokens"]) == ("mine", 200, 3)
+    assert (line["level"], line["path"]) == ("info", CHAT)
+
+
 def test_one_id_used_twice_at_once_is_two_requests() -> None:
     served = Served(engine=FakeEngineClient(delta_s=0.001))
 
@@ -176,9 +221,9 @@ def test_metrics_count_what_happened() -> None:
 
     async def steps(client: httpx.AsyncClient) -> None:
         await client.post(CHAT, json={"messages": HELLO, "max_tokens": 5, "n": 2})
-        body = {"messages": HELLO, "max_tokens": 5, "stop": "H"}
+        body = {"messages": HELLO, "max_tokens": 5, "stop": "u"}  # the fake echoes "user..."
         answer = await client.post(CHAT, json=body)
-        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
         await client.get("/no/such/path")
         text = (await client.get("/metrics")).text
         assert 'adaflash_http_requests_total{endpoint="unmatched"' in text
@@ -188,12 +233,49 @@ def test_metrics_count_what_happened() -> None:
         reason: served.metric("adaflash_request_success_total", finished_reason=reason)
         for reason in ("stop", "length", "abort", "error")
     }
-    assert sum(ends.values()) == 3
-    assert ends["abort"] == ends["error"] == 0
-    assert served.metric("adaflash_generation_tokens_total") == 15
+    assert ends == {"stop": 1, "length": 2, "abort": 0, "error": 0}
+    # The stop string ends at the second token: the first one is special.
+    assert served.metric("adaflash_generation_tokens_total") == 5 + 5 + 2
     assert served.metric("adaflash_time_to_first_token_seconds_count") == 3
     prompt = len(served.engine.submitted[0].prompt_ids)
     assert served.metric("adaflash_prompt_tokens_total") == 2 * prompt  # n = 2 counts it once
+
+
+def test_every_sampling_field_arrives() -> None:
+    served = Served()
+    fields = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.25,
+        "seed": 11,
+        "min_tokens": 3,
+        "stop_token_ids": [5, 6],
+        "ignore_eos": True,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1.25,
+        "repetition_penalty": 1.125,
+        "logit_bias": {"8": -2.5},
+    }
+    expected = SamplingParams(
+        **{
+            **fields,
+            "stop_token_ids": frozenset({5, 6}),
+            "logit_bias": {8: -2.5},
+            "num_logprobs": 4,
+        }  # type: ignore[arg-type]
+    )
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 4, "priority": 3}
+        assert (await client.post(CHAT, json=chat | fields)).status_code == 200
+        text = {"prompt": "Hello", "logprobs": 4, "priority": 3}
+        assert (await client.post("/v1/completions", json=text | fields)).status_code == 200
+
+    run(served, steps)
+    assert [request.sampling for request in served.engine.submitted] == [expected, expected]
+    assert [request.priority for request in served.engine.submitted] == [3, 3]
 
 
 def test_tokenize_and_back() -> None:

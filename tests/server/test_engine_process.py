@@ -4,9 +4,13 @@ import asyncio
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from adaflash.engine.config import EngineConfig
@@ -150,22 +154,52 @@ def test_pauses_grow_with_every_death(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    sleep = asyncio.sleep
 
-    async def note(delay: float) -> None:
-        pauses.append(delay)
-        await sleep(0)
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
 
     async def steps(engine: EngineProcess, observer: Observer) -> None:
-        monkeypatch.setattr("adaflash.server.engine_process.asyncio.sleep", note)
+        monkeypatch.setattr("adaflash.server.engine_process.pause", note)
         for deaths in range(1, 4):
             os.kill(observer.ups[-1], signal.SIGKILL)
             while len(observer.ups) == deaths:
-                await sleep(0.01)
-        monkeypatch.undo()
+                await asyncio.sleep(0.01)
 
     run(config, steps)
     assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_a_stalled_engine_is_not_advancing(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def steps(engine: EngineProcess, observer: Observer) -> None:
+        (stream,) = engine.submit([request("r", 5000)])
+        await anext(stream)
+        monkeypatch.setattr("adaflash.server.engine_process.STALL_S", 0.2)
+        os.kill(observer.ups[0], signal.SIGSTOP)
+        await until(lambda: not engine.is_advancing)
+        assert engine.is_alive
+        os.kill(observer.ups[0], signal.SIGCONT)
+        await until(lambda: engine.is_advancing)
+
+    run(config, steps)
+
+
+def test_a_worker_that_cannot_start_ends_by_itself(config: EngineConfig, tmp_path: Path) -> None:
+    """With its reason posted and an ordinary status, not killed while it shuts down."""
+    command = (sys.executable, "-P", "-m", "adaflash.engine.worker")
+    worker = subprocess.Popen(
+        [*command, f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert worker.stdin is not None
+    assert worker.stderr is not None
+    broken = msgspec.structs.replace(config, model_path=str(tmp_path))
+    worker.stdin.write(msgspec.json.encode(broken) + b"\n")
+    worker.stdin.flush()  # and stays open, as a server holds it
+    assert worker.wait(timeout=60) == 1
+    assert b"Fatal" not in worker.stderr.read()
 
 
 @pytest.mark.parametrize(
@@ -184,8 +218,6 @@ def test_an_engine_that_cannot_start_says_why(
     async def nothing(engine: EngineProcess, observer: Observer) -> None:
         raise AssertionError("it started")
 
-    broken = EngineConfig(
-        **{name: getattr(config, name) for name in config.__struct_fields__} | changes
-    )
+    broken = msgspec.structs.replace(config, **changes)
     with pytest.raises(EngineDownError, match=words):
         run(broken, nothing)

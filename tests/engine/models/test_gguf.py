@@ -20,6 +20,7 @@ from adaflash.engine.models.config import LinearScaling, from_gguf
 from adaflash.engine.models.gguf_checkpoint import LAYER_NAMES, TOP_NAMES
 from adaflash.engine.models.weights import decoder_from, load_decoder, open_checkpoint
 from adaflash.engine.types import SamplingParams
+from adaflash.kernels.reference_attention import ReferenceAttention
 from adaflash.server.gguf_tokenizer import read_gguf_tokenizer
 from adaflash.server.settings import default_cache_dir
 from tests.engine.models.families import CPU, FAMILIES, VOCAB, PagedRun, randomize
@@ -98,7 +99,7 @@ def assert_same_logits(path: Path, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
-def test_every_quantisation_of_a_llama(quantisation: str, tmp_path: Path) -> None:
+def test_quantisations_of_a_llama(quantisation: str, tmp_path: Path) -> None:
     model = randomize(FAMILIES["smollm (tied)"])
     write_gguf(tmp_path / "model.gguf", model, quantisation)
     assert_same_logits(tmp_path / "model.gguf", model)
@@ -217,7 +218,7 @@ def greedy_texts(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[
     decoder = decoder_from(checkpoint, torch.float32, CPU)
     sampling = SamplingParams(seed=0, max_tokens=64, temperature=0, ignore_eos=True)
     requests = [request(f"{index}", ids, sampling) for index, ids in enumerate(prompts)]
-    deltas = run(assemble(config, decoder, device, size), requests)
+    deltas = run(assemble(config, decoder, device, size, ReferenceAttention()), requests)
     texts = [text(deltas[item.request_id]) for item in requests]
     assert [len(ids) for ids in texts] == [64] * len(prompts)
     return texts
