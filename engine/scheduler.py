@@ -22,6 +22,8 @@ from adaflash.engine.types import (
     StepPlan,
 )
 
+MIN_SHARE = 32  # tokens; a prompt that gets a chunk at all gets this many, if there are
+
 
 class Scheduler:
     """Owns the sequences and their pages."""
@@ -138,7 +140,7 @@ class Scheduler:
         """Chunks of prompts by rank, of running sequences and of waiting ones that can start."""
         budget = self._max_batched_tokens - num_taken
         running = deque(s for s in self._running if s.num_uncommitted > 1)
-        rows: list[Row] = []
+        chunks: list[tuple[Sequence, int]] = []
         deferred: list[Sequence] = []
         while budget > 0:
             has_seat = len(self._running) < self._max_num_seqs
@@ -158,11 +160,13 @@ class Scheduler:
                     continue
             else:
                 break
-            rows.append(_prefill_row(sequence, budget))
-            budget -= rows[-1].num_tokens
+            # Half of what is left, so that a long prompt does not hold up the short ones behind it.
+            share = min(budget, max(budget // 2, MIN_SHARE), sequence.num_uncommitted)
+            chunks.append((sequence, share))
+            budget -= share
         for sequence in deferred:
             self._enqueue(sequence)
-        return rows
+        return _prefill_rows(chunks, spare=budget)
 
     def _try_to_start(self, sequence: Sequence) -> "_Admission":
         """Give a waiting sequence its pages, shared ones first, if it can run now."""
@@ -241,6 +245,11 @@ class _Admission(enum.Enum):
     LACKS_PAGES = "lacks pages"
 
 
-def _prefill_row(sequence: Sequence, budget: int) -> Row:
-    num_tokens = min(budget, sequence.num_uncommitted)
-    return Row(sequence, sequence.num_committed, num_tokens, RowKind.PREFILL)
+def _prefill_rows(chunks: list[tuple[Sequence, int]], spare: int) -> list[Row]:
+    """One row per chunk; tokens that nobody asked for lengthen the first chunks."""
+    rows: list[Row] = []
+    for sequence, share in chunks:
+        more = min(spare, sequence.num_uncommitted - share)
+        spare -= more
+        rows.append(Row(sequence, sequence.num_committed, share + more, RowKind.PREFILL))
+    return rows

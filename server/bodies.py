@@ -1,16 +1,19 @@
 """Reading request bodies: bounded, and parsed so that no input can bring the server down."""
 
+import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
+from adaflash.engine.errors import InvalidRequestError
 from adaflash.server.context import context_of
 from adaflash.server.errors import RequestTooLargeError
 
+IDLE_S = 10.0  # a body that pauses longer is given up: it would hold up a shutdown
 DRAIN_FACTOR = 8  # read this much more of a body that is too large, so that its sender gets to read
 
 
@@ -28,7 +31,8 @@ class JsonRequest(Request):
         """Read the body. Raises RequestTooLargeError if it is longer than `limit` bytes."""
         chunks: list[bytes] = []
         size = 0
-        async for chunk in self.stream():
+        stream = self.stream()
+        while (chunk := await _next_chunk(stream)) is not None:
             size += len(chunk)
             if size <= limit:
                 chunks.append(chunk)
@@ -40,6 +44,15 @@ class JsonRequest(Request):
                 "(--max-body-mib)"
             )
         self._body = b"".join(chunks)
+
+
+async def _next_chunk(stream: AsyncGenerator[bytes, None]) -> bytes | None:
+    """None at the end. Raises InvalidRequestError if nothing comes for a while."""
+    try:
+        async with asyncio.timeout(IDLE_S):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise InvalidRequestError(f"the rest of the body did not come within {IDLE_S} s") from None
 
 
 class JsonRoute(APIRoute):

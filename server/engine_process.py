@@ -114,8 +114,7 @@ class EngineProcess:
         if len(requests) > self._max_in_flight:
             raise InvalidRequestError(
                 f"prompts and choices make {len(requests)} requests, more than the "
-                f"{self._max_in_flight} that this server takes in at all",
-                param="n",
+                f"{self._max_in_flight} that this server takes in at all"
             )
         if len(self._streams) + len(requests) > self._max_in_flight:
             raise QueueFullError(

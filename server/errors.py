@@ -119,7 +119,7 @@ def install(app: FastAPI) -> None:
 
 def explain(problems: Sequence[Mapping[str, object]]) -> InvalidRequestError:
     """One sentence for what pydantic found: of several tries at a union, the one that got furthest."""
-    problem = max(problems, key=lambda found: len(_path(found)))
+    problem = max(problems, key=lambda p: (p["type"] in _SIZES, len(_path(p))))
     path = _path(problem)
     param = shorten(".".join(path)) or None
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -128,6 +128,10 @@ def explain(problems: Sequence[Mapping[str, object]]) -> InvalidRequestError:
     if problem["type"] == "json_invalid":
         reason = _context(problem).get("error", message)
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    if problem["type"] == "model_attributes_type" and not path:
+        return InvalidRequestError(
+            "the body must be a JSON object, sent with Content-Type: application/json"
+        )
     if problem["type"] in ("missing", "json_type") or not path:
         return InvalidRequestError(f"{param or 'body'}: {message}", param=param)
     shown = shorten(repr(problem.get("input")))
@@ -151,4 +155,5 @@ def _path(problem: Mapping[str, object]) -> list[str]:
     ]
 
 
+_SIZES = frozenset({"too_long", "too_short"})  # the right shape, so this is what is wrong
 _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "nullable"})

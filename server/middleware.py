@@ -5,6 +5,7 @@ import re
 import time
 import uuid
 from collections.abc import MutableMapping
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,7 +67,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            log.exception("unexpected error on %s", scope["path"])
+            log.exception("unexpected error on %s", quote(scope["path"]))
             if status is not None:
                 raise  # too late for an answer: the connection breaks
             await error_response(error)(scope, receive, send_with_id)
@@ -77,14 +78,15 @@ class RequestLog:
         route = scope.get("route")
         endpoint = getattr(route, "path", "unmatched")  # no client-made labels
         self._metrics.count_http(endpoint, scope["method"], status)
-        if scope["path"] in QUIET and status < 400:
+        path = quote(scope["path"])  # no line breaks or escape codes of a client's in the log
+        if path in QUIET and status < 400:
             return
         request_id = request_id_of(scope)
         tokens = _token_counts(scope)
         fields = {
             "request_id": request_id,
             "method": scope["method"],
-            "path": scope["path"],
+            "path": path,
             "status": status,
             "elapsed_s": round(elapsed_s, 4),
             **tokens,
@@ -92,7 +94,7 @@ class RequestLog:
         more = "".join(f" {name}={value}" for name, value in tokens.items())
         access_log.info(
             "%s %s %d %.3fs id=%s%s",
-            *(scope["method"], scope["path"], status, elapsed_s, request_id, more),
+            *(scope["method"], path, status, elapsed_s, request_id, more),
             extra={FIELDS: fields},
         )
 

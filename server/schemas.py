@@ -125,7 +125,7 @@ class TextPart(Schema):
 
 class ChatMessage(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=8192, fail_fast=True)]
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -138,7 +138,7 @@ class ChatMessage(Schema):
         return "\n".join(part.text for part in self.content)
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=8192, fail_fast=True)]
 
 
 class ChatCompletionRequest(SamplingFields):

@@ -26,6 +26,7 @@ from adaflash.engine.config import EngineConfig
 from adaflash.engine.errors import ConfigError
 
 ENV_PREFIX = "ADAFLASH_"
+KEY_VARIABLE = "ADAFLASH_API_KEY"
 
 # How long an OpenMP thread of the engine spins at a barrier before it sleeps, in libgomp's units.
 # Its default never sleeps: then one thread pushed off its core makes every step ten times as long
@@ -87,7 +88,7 @@ class ServerSettings(BaseSettings):
     )
     max_model_len: Annotated[int | None, Flag(ENGINE, "N")] = Field(
         default=None,
-        ge=1,
+        ge=2,
         description="Tokens of prompt and output together; left out: the model's own.",
     )
     kv_cache_gib: Annotated[float | None, Flag(ENGINE, "GIB")] = Field(
@@ -159,6 +160,16 @@ class ServerSettings(BaseSettings):
             return value
         return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
 
+    @field_validator("api_key", "served_model_name")
+    @classmethod
+    def _has_no_blanks(cls, values: tuple[str | SecretStr, ...]) -> tuple[str | SecretStr, ...]:
+        """An empty key would let everybody in who sends an empty one."""
+        for value in values:
+            text = value.get_secret_value() if isinstance(value, SecretStr) else value
+            if not text.strip():
+                raise ValueError("must not be empty")
+        return values
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -200,6 +211,8 @@ def load_settings(flags: Mapping[str, object]) -> ServerSettings:
     together, before anything is fetched or started.
     """
     _refuse_unknown_variables(os.environ)
+    if os.environ.get(KEY_VARIABLE) == "":
+        raise ConfigError(f"{KEY_VARIABLE} is set but empty: unset it to serve without a key")
     try:
         settings = ServerSettings.model_validate(dict(flags))
     except ValidationError as error:
@@ -238,7 +251,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
         raise ConfigError(f"the settings in {path} must be `name: value` lines")
     settings = {str(name): value for name, value in (content or {}).items()}
     for name in settings:
-        if name not in ServerSettings.model_fields:
+        if name not in ServerSettings.model_fields or name == "config":
             known = nearest(name, ServerSettings.model_fields)
             raise ConfigError(f"unknown setting {name!r} in {path}{known}")
     return settings

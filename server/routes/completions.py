@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import codecs
 from collections import defaultdict
 
 from fastapi import APIRouter, Request, Response
@@ -38,7 +39,7 @@ class CompletionFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters written, by choice
+        self._written: defaultdict[int, _Written] = defaultdict(_Written)  # by choice
 
     def whole(self, choice: WholeChoice) -> Event:
         assert choice.last is not None
@@ -66,18 +67,33 @@ class CompletionFormat:
         """OpenAI's older shape, with each token's offset in the text; null if not asked for."""
         if not found:
             return None
-        name = self._tokenizer.token_text
-        tokens = [name(token.token_id) for token in found]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
+        raw = self._tokenizer.token_bytes
+        written = self._written[index]
         return {
-            "tokens": tokens,
+            "tokens": [_name(raw(token.token_id)) for token in found],
             "token_logprobs": [token.logprob for token in found],
-            # Different tokens can have one name (halves of characters): the likeliest keeps it.
-            "top_logprobs": [
-                {name(id_): value for id_, value in reversed(token.top)} for token in found
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [{_name(raw(id_)): value for id_, value in t.top} for t in found],
+            "text_offset": [written.offset_of(raw(token.token_id)) for token in found],
         }
+
+
+class _Written:
+    """How many whole characters the tokens of a choice have made so far."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_characters = 0
+
+    def offset_of(self, token: bytes) -> int:
+        """Where the next token starts in the text."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(token))
+        return offset
+
+
+def _name(token: bytes) -> str:
+    """A token's text, or OpenAI's form for bytes that are no whole character."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -72,6 +72,21 @@ def test_a_lower_priority_number_goes_first_then_arrival() -> None:
     assert served == ["first", "second", "late"]
 
 
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    under_test = scheduler(num_pages=800, tokens=128)
+    under_test.add(request("long", list(range(500))))
+    assert shapes(step(under_test)) == [("long", RowKind.PREFILL, 0, 128)]  # alone: all of it
+    under_test.add(request("short", [7] * 10))
+    assert shapes(step(under_test)) == [
+        ("long", RowKind.PREFILL, 128, 118),  # its half, and what the short one leaves
+        ("short", RowKind.PREFILL, 0, 10),
+    ]
+    for name in "abcd":
+        under_test.add(request(name, [ord(name)] * 300))
+    taken = [shape[3] for shape in shapes(step(under_test)) if shape[1] is RowKind.PREFILL]
+    assert taken == [63, 32, 32]  # halves, then the least share; one token is the decoding one's
+
+
 def test_a_better_rank_does_not_wait_behind_a_long_prefill() -> None:
     under_test = scheduler(num_pages=40, tokens=8)
     under_test.add(request("long", list(range(100)), priority=1))

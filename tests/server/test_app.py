@@ -9,12 +9,16 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from starlette.types import Message
 
-from adaflash.engine.types import SamplingParams
+from adaflash.engine.types import FinishReason, SamplingParams, TokenLogprobs
+from adaflash.server.answers import WholeChoice
 from adaflash.server.context import AppOptions
 from adaflash.server.fake_engine import FakeEngineClient
+from adaflash.server.generate import ChoiceDelta
 from adaflash.server.logs import ACCESS, FIELDS, JsonFormatter
-from tests.server.app_client import HELLO, Served
+from adaflash.server.routes.completions import CompletionFormat
+from tests.server.app_client import HELLO, Served, tokenizer
 
 CHAT = "/v1/chat/completions"
 Steps = Callable[[httpx.AsyncClient], Awaitable[None]]
@@ -118,7 +122,10 @@ def test_the_openai_client_raises_its_own_kinds_of_error() -> None:
 
     async def chat(http: httpx.AsyncClient, key: str = "key", n: int = 1) -> None:
         client = AsyncOpenAI(
-            base_url="http://tiny/v1", api_key=key, http_client=http, max_retries=0
+            base_url="http://tiny/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=http,  # type: ignore[arg-type]  # typed for httpx's twin; takes httpx too
         )
         await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], n=n
@@ -200,6 +207,55 @@ def test_the_log_line_has_the_id_and_the_tokens(caplog: pytest.LogCaptureFixture
     line = json.loads(JsonFormatter().format(record))
     assert (line["request_id"], line["status"], line["completion_tokens"]) == ("mine", 200, 3)
     assert (line["level"], line["path"]) == ("info", CHAT)
+
+
+def test_a_client_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async def steps(client: httpx.AsyncClient) -> None:
+        await client.get("/x%0aERROR%20forged%1b[31m")
+
+    with caplog.at_level("INFO", logger=ACCESS):
+        run(Served(), steps)
+    (record,) = (r for r in caplog.records if r.name == ACCESS)
+    assert record.getMessage().isprintable()
+
+
+def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaflash.server.bodies.IDLE_S", 0.05)
+    sent: list[Message] = []
+    parts = [{"type": "http.request", "body": b'{"mess', "more_body": True}]
+
+    async def receive() -> Message:
+        if not parts:
+            await asyncio.sleep(60)
+        return parts.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": CHAT,
+        "raw_path": CHAT.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(Served().app()(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"did not come" in sent[1]["body"]
+
+
+def test_completion_logprobs_of_half_characters() -> None:
+    """Their names tell them apart, and offsets count whole characters of the text."""
+    tokens = [
+        TokenLogprobs(id_, -1.0, [(id_, -1.0)])
+        for id_ in tokenizer().encode("aé🙂b", add_special_tokens=False)
+    ]
+    choice = WholeChoice(0, "aé🙂b", tokens, ChoiceDelta(0, "", [], FinishReason.LENGTH))
+    logprobs = CompletionFormat(tokenizer()).whole(choice)["logprobs"]
+    assert isinstance(logprobs, dict)
+    assert logprobs["tokens"][:4] == ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_one_id_used_twice_at_once_is_two_requests() -> None:

@@ -118,6 +118,17 @@ def test_a_bad_value_is_named(field: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": HELLO, "stop": ["x"] * 17}, "at most 16 items"),
+        ({"messages": [HELLO[0]] * 9000}, "at most 8192 items"),
+    ],
+)
+def test_too_many_is_what_the_message_says(body: dict[str, object], words: str) -> None:
+    assert words in str(refuse(CHAT, json.dumps(body))["message"])
+
+
+@pytest.mark.parametrize(
     "messages",
     [
         "[]",

@@ -150,3 +150,26 @@ def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAFLASH_DRAIN_TIMEOUT_S", "-1")
     with pytest.raises(ConfigError, match=r"^ADAFLASH_DRAIN_TIMEOUT_S: input should be greater"):
         load_settings({})
+
+
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_is_refused_from_every_source(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would let everybody in who sends an empty one, or nobody would notice that it is gone."""
+    with pytest.raises(ConfigError, match="must not be empty"):
+        load_settings({"api_key": ["good", key]})
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"api_key: ['{key}']")
+    with pytest.raises(ConfigError, match="must not be empty"):
+        load_settings({"config": str(path)})
+    monkeypatch.setenv("ADAFLASH_API_KEY", "")
+    with pytest.raises(ConfigError, match="set but empty"):
+        load_settings({})
+
+
+def test_a_settings_file_cannot_name_another(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("config: other.yaml")
+    with pytest.raises(ConfigError, match="unknown setting 'config'"):
+        load_settings({"config": str(path)})
