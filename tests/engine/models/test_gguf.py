@@ -105,6 +105,36 @@ def test_quantisations_of_a_llama(quantisation: str, tmp_path: Path) -> None:
     assert_same_logits(tmp_path / "model.gguf", model)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales overflow
+@pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits), ids=lambda kind: kind.name)
+def test_every_type_that_the_package_reads(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    """Also those it cannot write: any bytes are blocks of each type."""
+    block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
+    row_bytes = 256 // block_size * type_size
+    raw = np.random.default_rng(0).integers(0, 256, (256, row_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(256)
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list([f"t{index}" for index in range(256)])
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    embedding = checkpoint.tensor("model.embed_tokens.weight")
+    torch.testing.assert_close(embedding, expected, rtol=0, atol=0, equal_nan=True)
+    q_proj = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight")
+    back = interleave(q_proj, num_heads=4)
+    torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "qwen2", "qwen3"])
 def test_each_architecture(family: str, tmp_path: Path) -> None:
     model = randomize(FAMILIES[family])
