@@ -79,7 +79,7 @@ class Engine:
         self._scheduler.check_integrity()
 
     def _settle(self, outcome: Outcome) -> TokenDelta | None:
-        """Commit a row and end its request if it emitted the last token. None if it emitted none."""
+        """Commit a row and end its request with its last token. None if the row emitted none."""
         sequence = outcome.row.sequence
         first = sequence.num_output_tokens == 0
         emitted = [choice.token_id for choice in outcome.emitted]

@@ -2,8 +2,9 @@
 
 Decoding sequences come first (one token each), then prefill chunks of running sequences and of
 new ones, by rank: priority, then arrival. When pages run out, the sequence of the worst rank is
-preempted: it gives its pages back and is computed again later, mostly from the prefix cache where it is on. A
-waiting sequence never pushes out a running one, whatever its rank: it gets the next free place.
+preempted: it gives its pages back and is computed again later, mostly from the prefix cache where
+it is on. A waiting sequence never pushes out a running one, whatever its rank: it gets the next
+free place.
 """
 
 import enum
@@ -137,18 +138,30 @@ class Scheduler:
         return True
 
     def _prefills(self, num_taken: int, *, may_admit: bool) -> list[Row]:
-        """Chunks of prompts by rank, of running sequences and of waiting ones that can start."""
+        """Chunks of prompts by rank, of running sequences and of waiting ones that can start.
+
+        Within a priority each takes half of what is left, so that a long prompt does not hold up
+        the short ones behind it; a worse priority gets only what the better ones leave.
+        """
         budget = self._max_batched_tokens - num_taken
         running = deque(s for s in self._running if s.num_uncommitted > 1)
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: dict[Sequence, int] = {}  # tokens, in order of rank
+        priority: int | None = None  # of the newest chunk
         deferred: list[Sequence] = []
         while budget > 0:
-            has_seat = len(self._running) < self._max_num_seqs
-            waiting = self._waiting[0][1] if may_admit and has_seat and self._waiting else None
+            waiting = self._first_waiting() if may_admit else None
             if running and (waiting is None or running[0].rank < waiting.rank):
-                sequence = running.popleft()
+                sequence = running[0]
             elif waiting is not None:
-                sequence = self._pop_waiting()
+                sequence = waiting
+            else:
+                break
+            if sequence.request.priority != priority:
+                priority = sequence.request.priority
+                budget = _lengthen(chunks, budget)
+                continue
+            if sequence is waiting:
+                self._pop_waiting()
                 verdict = self._try_to_start(sequence)
                 if verdict is not _Admission.STARTED:
                     deferred.append(sequence)
@@ -159,14 +172,18 @@ class Scheduler:
                     )
                     continue
             else:
-                break
-            # Half of what is left, so that a long prompt does not hold up the short ones behind it.
-            share = min(budget, max(budget // 2, MIN_SHARE), sequence.num_uncommitted)
-            chunks.append((sequence, share))
-            budget -= share
+                running.popleft()
+            chunks[sequence] = min(budget, max(budget // 2, MIN_SHARE), sequence.num_uncommitted)
+            budget -= chunks[sequence]
         for sequence in deferred:
             self._enqueue(sequence)
-        return _prefill_rows(chunks, spare=budget)
+        _lengthen(chunks, budget)
+        return [Row(s, s.num_committed, count, RowKind.PREFILL) for s, count in chunks.items()]
+
+    def _first_waiting(self) -> Sequence | None:
+        """The waiting sequence of the best rank, if a seat is free for it."""
+        has_seat = len(self._running) < self._max_num_seqs
+        return self._waiting[0][1] if has_seat and self._waiting else None
 
     def _try_to_start(self, sequence: Sequence) -> "_Admission":
         """Give a waiting sequence its pages, shared ones first, if it can run now."""
@@ -245,11 +262,10 @@ class _Admission(enum.Enum):
     LACKS_PAGES = "lacks pages"
 
 
-def _prefill_rows(chunks: list[tuple[Sequence, int]], spare: int) -> list[Row]:
-    """One row per chunk; tokens that nobody asked for lengthen the first chunks."""
-    rows: list[Row] = []
-    for sequence, share in chunks:
-        more = min(spare, sequence.num_uncommitted - share)
+def _lengthen(chunks: dict[Sequence, int], spare: int) -> int:
+    """Give spare tokens to the first chunks that can use them; returns what is left."""
+    for sequence, count in chunks.items():
+        more = min(spare, sequence.num_uncommitted - count)
+        chunks[sequence] = count + more
         spare -= more
-        rows.append(Row(sequence, sequence.num_committed, share + more, RowKind.PREFILL))
-    return rows
+    return spare

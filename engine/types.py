@@ -135,7 +135,7 @@ class Row:
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the last token of the row is the sequence's newest, so that the next is chosen."""
+        """Whether the row's last token is the sequence's newest, so that the next is chosen."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 

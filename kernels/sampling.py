@@ -104,7 +104,7 @@ def _threshold_among(logits: Tensor, params: FilterParams, count: int) -> tuple[
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
-    """[N]. Row by row: several threads round a single row otherwise than the same row in a batch."""
+    """[N]. Row by row: on several threads a lone row rounds otherwise than in a batch."""
     return torch.stack([row.logsumexp(-1) for row in logits])
 
 

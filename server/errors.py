@@ -118,7 +118,7 @@ def install(app: FastAPI) -> None:
 
 
 def explain(problems: Sequence[Mapping[str, object]]) -> InvalidRequestError:
-    """One sentence for what pydantic found: of several tries at a union, the one that got furthest."""
+    """One sentence for what pydantic found: of the tries at a union, the one that got furthest."""
     problem = max(problems, key=lambda p: (p["type"] in _SIZES, len(_path(p))))
     path = _path(problem)
     param = shorten(".".join(path)) or None

@@ -41,7 +41,7 @@ def arrival_of(scope: MutableMapping[str, object]) -> float:
 class RequestLog:
     """Takes a well-formed X-Request-Id or makes one, echoes it, logs and counts the request.
 
-    Answers unexpected errors, so that these answers too have the id and are counted as what they are.
+    Answers unexpected errors, so that these answers too have the id and count as what they are.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

@@ -78,7 +78,8 @@ def check_token_ids(token_ids: list[int], facts: EngineFacts, param: str) -> Non
     for token_id in token_ids:
         if token_id >= facts.vocab_size:
             raise InvalidRequestError(
-                f"token id {token_id} is out of range: the vocabulary has {facts.vocab_size} tokens",
+                f"token id {token_id} is out of range: "
+                f"the vocabulary has {facts.vocab_size} tokens",
                 param=param,
             )
 

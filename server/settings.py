@@ -67,7 +67,7 @@ class ServerSettings(BaseSettings):
     )
     served_model_name: Annotated[tuple[str, ...], NoDecode, Flag(MODEL, "NAME")] = Field(
         default=(),
-        description="Name that requests may use for the model; repeat for more, the first is shown. "
+        description="Name that requests may use for the model; repeat for more, the first shows. "
         "Left out: a name made from MODEL.",
     )
     chat_template: Annotated[Path | None, Flag(MODEL, "PATH")] = Field(

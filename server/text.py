@@ -109,7 +109,7 @@ class TextStream:
         return TextPiece(text, len(token_ids))
 
     def finish(self) -> TextPiece:
-        """The end of the tokens: what was held back, unless it completes a stop string after all."""
+        """At the end of the tokens: what was held back, unless it makes a stop string after all."""
         if self._stopped:
             return TextPiece("", 0)
         self._held += self._detokenizer.flush()

