@@ -6,8 +6,21 @@ from dataclasses import dataclass
 import torch
 
 from adaflash.engine.models.inputs import ForwardInputs
-from adaflash.engine.types import Row
+from adaflash.engine.types import Row, Sequence
 from adaflash.kernels.attention import AttentionBackend, PagedLayout
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive positions of one sequence that a pass computes."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -16,6 +29,17 @@ class VerifyRow:
 
     row: Row
     drafts: tuple[int, ...] = ()
+
+    @property
+    def span(self) -> Span:
+        return Span(self.row.sequence, self.row.start, self.num_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Known tokens, then drafts."""
+        start = self.row.start
+        known = self.row.sequence.token_ids[start : start + self.row.num_tokens]
+        return [*known, *self.drafts]
 
     @property
     def num_tokens(self) -> int:
@@ -27,16 +51,15 @@ class VerifyRow:
         return 1 + len(self.drafts) if self.row.reaches_end else 0
 
 
-def layout_of(rows: Many[VerifyRow], page_size: int, device: torch.device) -> PagedLayout:
-    """Ragged query lengths and page tables of the rows, new tokens included."""
+def layout_of(spans: Many[Span], page_size: int, device: torch.device) -> PagedLayout:
+    """Ragged query lengths and page tables of the spans, their own tokens included."""
     qo_indptr, kv_indptr, kv_indices, last_page_len = [0], [0], list[int](), list[int]()
-    for row in rows:
-        context_len = row.row.start + row.num_tokens
-        num_pages = -(-context_len // page_size)
-        qo_indptr.append(qo_indptr[-1] + row.num_tokens)
+    for span in spans:
+        num_pages = -(-span.end // page_size)
+        qo_indptr.append(qo_indptr[-1] + span.num_tokens)
         kv_indptr.append(kv_indptr[-1] + num_pages)
-        kv_indices.extend(row.row.sequence.pages[:num_pages])
-        last_page_len.append(context_len - (num_pages - 1) * page_size)
+        kv_indices.extend(span.sequence.pages[:num_pages])
+        last_page_len.append(span.end - (num_pages - 1) * page_size)
     return PagedLayout(
         qo_indptr=torch.tensor(qo_indptr, dtype=torch.int32),
         kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
@@ -46,24 +69,28 @@ def layout_of(rows: Many[VerifyRow], page_size: int, device: torch.device) -> Pa
     )
 
 
-def build_inputs(
-    rows: Many[VerifyRow], backend: AttentionBackend, page_size: int, device: torch.device
-) -> ForwardInputs:
-    """One ragged causal pass over all rows. Token rows are in the order of `rows`."""
-    token_ids, positions, slots = list[int](), list[int](), list[int]()
-    for row in rows:
-        sequence, start = row.row.sequence, row.row.start
-        token_ids.extend(sequence.token_ids[start : start + row.row.num_tokens])
-        token_ids.extend(row.drafts)
-        for position in range(start, start + row.num_tokens):
+@dataclass(frozen=True)
+class Paging:
+    """Where the pages are and what attends over them."""
+
+    attention: AttentionBackend
+    page_size: int  # tokens
+    device: torch.device
+
+
+def build_inputs(spans: Many[Span], paging: Paging, *, causal: bool) -> ForwardInputs:
+    """One ragged pass over all spans, whose rows come in the order of `spans`."""
+    positions, slots = list[int](), list[int]()
+    size = paging.page_size
+    for span in spans:
+        pages = span.sequence.pages
+        for position in range(span.start, span.end):
             positions.append(position)
-            page = sequence.pages[position // page_size]
-            slots.append(page * page_size + position % page_size)
+            slots.append(pages[position // size] * size + position % size)
     return ForwardInputs(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(slots, device=device),
-        attention=backend.plan(layout_of(rows, page_size, device), causal=True),
+        positions=torch.tensor(positions, device=paging.device),
+        slots=torch.tensor(slots, device=paging.device),
+        attention=paging.attention.plan(layout_of(spans, size, paging.device), causal=causal),
     )
 
 

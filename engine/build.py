@@ -1,4 +1,4 @@
-"""From settings and a checkpoint to a running engine."""
+"""From settings and checkpoints to a running engine."""
 
 import math
 import os
@@ -8,18 +8,26 @@ from pathlib import Path
 
 import torch
 
-from adaflash.engine.config import EngineConfig
-from adaflash.engine.devices import GIB, Device, cache_bytes, choose_device
+from adaflash.engine.batch_inputs import Paging
+from adaflash.engine.config import EngineConfig, Policy
+from adaflash.engine.devices import GIB, Device, cache_bytes, choose_device, processor_name
 from adaflash.engine.engine import Engine
 from adaflash.engine.errors import ConfigError
-from adaflash.engine.kv_cache import KVCache
-from adaflash.engine.messages import EngineFacts
+from adaflash.engine.kv_cache import KVCache, bytes_per_token
+from adaflash.engine.messages import EngineFacts, SpeculationFacts
 from adaflash.engine.models.config import ModelConfig
 from adaflash.engine.models.decoder import Decoder
-from adaflash.engine.models.weights import load_decoder
+from adaflash.engine.models.drafter import Drafter
+from adaflash.engine.models.heads import NoHead
+from adaflash.engine.models.weights import load_decoder, load_drafter
 from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.speculation.block_drafter import BlockDrafter
+from adaflash.engine.speculation.cost_file import KeptCosts
+from adaflash.engine.speculation.measure import Measured, MeasureLimits, measure_costs
+from adaflash.engine.speculation.policies import drafting_budget, plain_budget
+from adaflash.engine.speculation.step import StepParts
 from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.target import TargetModel
 from adaflash.kernels.attention import AttentionBackend
@@ -34,8 +42,18 @@ class CacheSize:
     max_model_len: int  # tokens
 
 
+@dataclass(frozen=True)
+class Models:
+    """What was loaded, and where it runs."""
+
+    decoder: Decoder
+    drafter: Drafter | None
+    device: Device
+    attention: AttentionBackend
+
+
 def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
-    """Load the model and lay out the cache.
+    """Load the models and lay out the cache.
 
     Raises ConfigError for settings that do not fit the machine or the model, CheckpointError for a
     model that cannot be loaded.
@@ -45,9 +63,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
     device = choose_device(config)
     torch.set_num_threads(device.num_threads)
     decoder = load_decoder(Path(config.model_path), device.dtype, device.device)
-    size = size_cache(config, decoder.config, device)
-    attention = ReferenceAttention()
-    engine = assemble(config, decoder, device, size, attention)
+    drafter = choose_drafter(config, decoder, device)
+    models = Models(decoder, drafter, device, ReferenceAttention())
+    size = size_cache(config, models)
+    engine = assemble(config, models, size)
     return engine, EngineFacts(
         pid=os.getpid(),
         vocab_size=decoder.config.vocab_size,
@@ -57,58 +76,131 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
         dtype=device.dtype_name,
         device=str(device.device),
         num_threads=device.num_threads,
-        attention=attention.name,
+        attention=models.attention.name,
         load_s=time.monotonic() - started,
+        speculation=speculation_facts(config, drafter),
     )
 
 
-def assemble(
-    config: EngineConfig,
-    decoder: Decoder,
-    device: Device,
-    size: CacheSize,
-    attention: AttentionBackend,
-) -> Engine:
-    """Put the parts together around a loaded decoder."""
-    model = decoder.config
-    kv = KVCache(
-        num_layers=model.num_layers,
-        num_pages=size.num_pages,
-        page_size=config.page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=device.dtype,
-        device=device.device,
-    )
+def assemble(config: EngineConfig, models: Models, size: CacheSize) -> Engine:
+    """Put the parts together around loaded models."""
+    decoder, drafter = models.decoder, models.drafter
+    paging = Paging(models.attention, config.page_size, models.device.device)
     pool = PagePool(size.num_pages, config.page_size)
+    vocab_size = decoder.config.vocab_size
+    eos = frozenset(id_ for id_ in decoder.config.eos_token_ids if id_ < vocab_size)
+    limits = ModelLimits(vocab_size, eos, size.max_model_len)
+    kv = _cache_of(decoder.config, config, models, size)
+    taps = drafter.config.tap_layers if drafter else ()
+    target = TargetModel(decoder, kv, paging, taps)
+    chooser = Sampler(vocab_size, eos)
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         prefix_cache=config.prefix_cache,
+        draft_slots=drafter.config.block_size - 1 if drafter else 0,
     )
-    eos = frozenset(id_ for id_ in model.eos_token_ids if id_ < model.vocab_size)
-    return Engine(
-        pool,
-        scheduler,
-        TargetModel(decoder, kv, attention),
-        Sampler(model.vocab_size, eos),
-        ModelLimits(model.vocab_size, eos, size.max_model_len),
+    if drafter is None:
+        return Engine(pool, scheduler, StepParts(target, chooser, plain_budget(limits)), limits)
+    draft_kv = _cache_of(drafter.config.layers, config, models, size)
+    proposer = Sampler(vocab_size, eos, drafter.token_ids)
+    source = BlockDrafter(drafter, decoder, draft_kv, proposer, paging)
+    kept = _costs_of(config, models, Measured(target, chooser, source, pool))
+    budget = drafting_budget(config.speculation, drafter.config.widths, limits, kept.costs)
+    parts = StepParts(target, chooser, budget, source)
+    return Engine(pool, scheduler, parts, limits, on_rest=kept.save_if_due)
+
+
+def _cache_of(
+    layers: ModelConfig, config: EngineConfig, models: Models, size: CacheSize
+) -> KVCache:
+    return KVCache(
+        layers,
+        num_pages=size.num_pages,
+        page_size=config.page_size,
+        dtype=models.device.dtype,
+        device=models.device.device,
     )
 
 
-def size_cache(config: EngineConfig, model: ModelConfig, device: Device) -> CacheSize:
-    """Turn the memory budget into pages; no more than all running requests could ever fill."""
+def _costs_of(config: EngineConfig, models: Models, parts: Measured) -> KeptCosts:
+    """Step costs of these models on this machine: kept from an earlier start, or measured now."""
+    assert models.drafter is not None
+    device = models.device
+    limits = MeasureLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        block_size=models.drafter.config.block_size,
+        vocab_size=models.decoder.config.vocab_size,
+    )
+    key = repr(
+        (
+            models.decoder.config,
+            models.drafter.config,
+            limits,
+            processor_name(device.device),
+            (device.dtype_name, device.num_threads, models.attention.name, config.page_size),
+        )
+    )
+    folder = Path(config.cost_dir) if config.cost_dir else None
+    return KeptCosts(folder, key, lambda: measure_costs(parts, limits))
+
+
+def choose_drafter(config: EngineConfig, decoder: Decoder, device: Device) -> Drafter | None:
+    """The drafter of the settings, if they speculate. Raises ConfigError, CheckpointError."""
+    speculation = config.speculation
+    if config.drafter_path is None or speculation.policy is Policy.OFF:
+        return None
+    path = Path(config.drafter_path)
+    drafter = load_drafter(path, decoder.config, device.dtype, device.device)
+    longest = drafter.config.block_size - 1
+    if speculation.fixed_length is not None and speculation.fixed_length > longest:
+        raise ConfigError(
+            f"fixed:{speculation.fixed_length} asks for more drafts than this drafter's blocks "
+            f"hold ({longest})"
+        )
+    if speculation.policy is Policy.THRESHOLD and isinstance(drafter.head, NoHead):
+        raise ConfigError(
+            "the policy threshold needs a drafter with a length head, and this one has none: use "
+            "goodput or fixed:K"
+        )
+    return drafter
+
+
+def speculation_facts(config: EngineConfig, drafter: Drafter | None) -> SpeculationFacts:
+    speculation = config.speculation
+    if drafter is None:
+        asked = speculation.policy is not Policy.OFF
+        return SpeculationFacts(policy="off", why_off="no drafter" if asked else None)
+    length = speculation.fixed_length
+    return SpeculationFacts(
+        policy=speculation.policy.value if length is None else f"fixed:{length}",
+        drafter=Path(config.drafter_path or "").name,
+        head=drafter.head.name,
+        block_size=drafter.config.block_size,
+        widths=list(drafter.config.widths),
+    )
+
+
+def size_cache(config: EngineConfig, models: Models) -> CacheSize:
+    """Turn the memory budget into pages; no more than all running requests could ever fill.
+
+    A page holds the target's keys and values and, beside them, the draft layers'.
+    """
+    model, device = models.decoder.config, models.device
     wanted = config.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len {wanted} is beyond the model's {model.max_position_embeddings} tokens"
         )
-    bytes_per_token = (
-        2 * model.num_layers * model.num_kv_heads * model.head_dim * device.dtype.itemsize
-    )
-    bytes_per_page = bytes_per_token * config.page_size
-    most = config.max_num_seqs * -(-wanted // config.page_size)
+    bytes_per_page = bytes_per_token(model, device.dtype) * config.page_size
+    if models.drafter is not None:
+        layers = models.drafter.config.layers
+        bytes_per_page += bytes_per_token(layers, device.dtype) * config.page_size
+    # Drafts need slots behind a sequence's end.
+    block = models.drafter.config.block_size if models.drafter else 0
+    most = config.max_num_seqs * -(-(wanted + block) // config.page_size)
     num_pages = min(cache_bytes(config, device.device) // bytes_per_page, most)
     capacity = num_pages * config.page_size
     if capacity < 2 or (config.max_model_len is not None and capacity < wanted):

@@ -1,5 +1,6 @@
 """How the engine is set up: checked by `check`, never changed."""
 
+import enum
 import math
 
 import msgspec
@@ -7,6 +8,59 @@ import msgspec
 from adaflash.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Policy(enum.StrEnum):
+    """How long the verified part of each drafted block is; engine/speculation/budget.py."""
+
+    OFF = "off"  # plain decoding
+    FIXED = "fixed"  # the same length for all
+    THRESHOLD = "threshold"  # the published rule: a share of the block, as the head sees it
+    GOODPUT = "goodput"  # what gives the most tokens per second over all requests together
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """When to draft, and how much of it to verify."""
+
+    policy: Policy = Policy.GOODPUT
+    fixed_length: int | None = None  # drafts; with Policy.FIXED
+    threshold_rate: float = 1.3  # the head's share of the block is multiplied by this
+    threshold_min: int = 1  # tokens, the newest one included: 1 may verify no draft
+    threshold_ema: float = 0.3  # weight of the newest share; 1 = no smoothing
+    probe_every: int = 64  # steps without drafting, then one drafts to see whether it pays
+    full_width_every: int = 64  # drafting steps, then one verifies whole blocks, for calibration
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        if (self.fixed_length is None) == (self.policy is Policy.FIXED):
+            raise ConfigError("a fixed length goes with the policy fixed, and only with it")
+        for name in ("fixed_length", "threshold_min", "probe_every", "full_width_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        if not 0 < self.threshold_rate < math.inf:
+            raise ConfigError(
+                f"threshold_rate must be a positive number, not {self.threshold_rate}"
+            )
+        if not 0 < self.threshold_ema <= 1:
+            raise ConfigError(
+                f"threshold_ema must be above 0 and at most 1, not {self.threshold_ema}"
+            )
+
+
+def parse_policy(text: str) -> tuple[Policy, int | None]:
+    """The policy that a setting names, and its length: `off`, `fixed:K`, `threshold`, `goodput`.
+
+    Raises ConfigError.
+    """
+    name, colon, length = text.partition(":")
+    if name in tuple(Policy) and name != Policy.FIXED and not colon:
+        return Policy(name), None
+    if name == Policy.FIXED and length.isascii() and length.isdigit() and int(length) > 0:
+        return Policy.FIXED, int(length)
+    raise ConfigError(
+        f"speculation must be off, threshold, goodput, or fixed:K with K drafts, not {text!r}"
+    )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +76,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16  # tokens
     prefix_cache: bool = True
     num_threads: int | None = None  # CPU threads of the engine process
+    drafter_path: str | None = None  # a local folder with a drafter's checkpoint
+    speculation: SpeculationConfig = SpeculationConfig()
+    cost_dir: str | None = None  # where measured step costs are kept from one start to the next
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work together."""
@@ -37,3 +94,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < math.inf:
             raise ConfigError(f"kv_cache_gib must be a positive number, not {self.kv_cache_gib}")
+        self.speculation.check()

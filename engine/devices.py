@@ -1,6 +1,7 @@
 """What the machine offers, and what to take of it by default."""
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,3 +86,15 @@ def _available_memory() -> int:
                 return int(line.split()[1]) * 1024
     # Elsewhere: half of all memory, taking the rest to be in use.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def processor_name(device: torch.device) -> str:
+    """Name of the chip, as the system has it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,17 +1,21 @@
 """The engine: token ids in, token ids out. It knows nothing of text, HTTP or processes."""
 
 import time
+from collections.abc import Callable
 
 from adaflash.engine.messages import StepReport, StepStats, TokenDelta
 from adaflash.engine.pages import PagePool
 from adaflash.engine.scheduler import Scheduler
-from adaflash.engine.speculation.step import Chooser, Outcome, Target, speculative_step
+from adaflash.engine.speculation.costs import StepWork
+from adaflash.engine.speculation.step import Outcome, StepParts, StepResult, speculative_step
 from adaflash.engine.stopping import Ending, ModelLimits, find_ending
-from adaflash.engine.types import FinishReason, Request, RowKind, Sequence, StepPlan
+from adaflash.engine.types import FinishReason, Request, RowKind, Sequence
+
+IDLE = StepResult([], StepWork(), None)
 
 
 class Engine:
-    """Continuous batching over one target model.
+    """Continuous batching over one target model, with or without drafts.
 
     Every added request ends in exactly one delta with a finish reason.
     """
@@ -20,15 +24,16 @@ class Engine:
         self,
         pool: PagePool,
         scheduler: Scheduler,
-        target: Target,
-        chooser: Chooser,
+        parts: StepParts,
         limits: ModelLimits,
+        on_rest: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_rest: for what can wait until there is no work; see `rest`."""
         self._pool = pool
         self._scheduler = scheduler
-        self._target = target
-        self._chooser = chooser
+        self._parts = parts
         self._limits = limits
+        self._on_rest = on_rest
         self._endings: list[TokenDelta] = []  # of requests that ended outside a step
 
     @property
@@ -54,16 +59,17 @@ class Engine:
         """Plan, run, settle."""
         started = time.perf_counter()
         queries, hits = self._scheduler.num_prefix_queries, self._scheduler.num_prefix_hits
-        plan = self._scheduler.schedule()
-        outcomes = speculative_step(plan, self._target, self._chooser) if plan.rows else []
-        settled = [self._settle(outcome) for outcome in outcomes]
-        deltas = self._endings + [delta for delta in settled if delta is not None]
+        plan = self._scheduler.schedule(expected_drafts=self._parts.budget.expected_drafts)
+        result = speculative_step(plan, self._parts, self._commit) if plan.rows else IDLE
+        deltas = self._endings + result.deltas
         self._endings = []
+        prefill = sum(row.num_tokens for row in plan.rows if row.kind is RowKind.PREFILL)
         return StepReport(
             deltas,
             StepStats(
                 step_s=time.perf_counter() - started,
-                **_row_counts(plan),
+                num_prefill_tokens=prefill,
+                num_decode_rows=len(plan.decoding),
                 num_running=self._scheduler.num_running,
                 num_waiting=self._scheduler.num_waiting,
                 num_pages_used=self._pool.num_held,
@@ -71,15 +77,23 @@ class Engine:
                 num_prefix_queries=self._scheduler.num_prefix_queries - queries,
                 num_prefix_hits=self._scheduler.num_prefix_hits - hits,
                 num_preempted=len(plan.preempted),
+                draft_s=result.work.draft_s,
+                verify_s=result.work.verify_s,
+                sample_s=result.work.sample_s,
+                speculation=result.speculation,
             ),
         )
+
+    def rest(self) -> None:
+        """There is no work just now."""
+        self._on_rest()
 
     def check_integrity(self) -> None:
         """Assert the scheduler's and the pages' invariants."""
         self._scheduler.check_integrity()
 
-    def _settle(self, outcome: Outcome) -> TokenDelta | None:
-        """Commit a row and end its request with its last token. None if the row emitted none."""
+    def _commit(self, outcome: Outcome) -> TokenDelta | None:
+        """Move the sequence on, and end its request with its last token. None: nothing emitted."""
         sequence = outcome.row.sequence
         first = sequence.num_output_tokens == 0
         emitted = [choice.token_id for choice in outcome.emitted]
@@ -116,9 +130,7 @@ def _delta(sequence: Sequence, outcome: Outcome, ending: Ending, *, first: bool)
         stop_token_id=ending.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens if first else None,
         queue_s=sequence.first_scheduled_s - sequence.request.arrival_s if first else None,
+        num_drafts=outcome.num_drafts if outcome.row.kind is RowKind.VERIFY else None,
+        # What follows the request's end was drafted and right, and is for nobody.
+        num_accepted=min(outcome.num_accepted, ending.num_tokens),
     )
-
-
-def _row_counts(plan: StepPlan) -> dict[str, int]:
-    prefill = sum(row.num_tokens for row in plan.rows if row.kind is RowKind.PREFILL)
-    return {"num_prefill_tokens": prefill, "num_decode_rows": len(plan.decoding)}

@@ -4,6 +4,8 @@ server -> engine: Submit, Abort.  engine -> server: EngineReady once, then one S
 EngineFailed is the last word of a worker that cannot go on.
 """
 
+import enum
+
 import msgspec
 
 from adaflash.engine.types import FinishReason, Request, TokenLogprobs
@@ -22,6 +24,17 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 ToEngine = Submit | Abort
 
 
+class SpeculationFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine speculates, or why it does not."""
+
+    policy: str  # "off", "fixed:7", "threshold" or "goodput", as it is in force
+    why_off: str | None = None  # if it was asked for and is off all the same
+    drafter: str | None = None  # name of the drafter; None when off
+    head: str | None = None  # what estimates the lengths
+    block_size: int = 0  # tokens of a whole block, the newest known one included
+    widths: list[int] = []  # block sizes that it drafts
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine found out while starting."""
 
@@ -35,6 +48,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     attention: str  # name of the chosen attention backend
     load_s: float
+    speculation: SpeculationFacts = SpeculationFacts(policy="off")
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -67,6 +81,29 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: int | None = None  # with the first delta
     queue_s: float | None = None  # with the first delta: from arrival to first scheduled
     error: str | None = None  # with FinishReason.ERROR
+    num_drafts: int | None = None  # drafts verified for these tokens; None after a prompt
+    num_accepted: int = 0  # of `token_ids`, the leading ones that were drafts
+
+
+class NoDraft(enum.StrEnum):
+    """Why a step with decoding rows drafted nothing."""
+
+    OFF = "off"  # the policy, or there is no drafter
+    NO_GAIN = "no_gain"  # it would not pay at this load
+    NO_ROOM = "no_room"  # no pages or tokens are left for drafts, or all requests end anyway
+
+
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The speculative side of one step that had decoding rows."""
+
+    width: int  # block size that was drafted; 0 = none
+    no_draft: NoDraft | None = None  # why none
+    is_probe: bool = False  # drafted only to see whether it pays
+    is_full_width: bool = False  # verified whole blocks, for calibration
+    is_paying: bool = False  # whether drafting is thought to pay: the state with hysteresis
+    predicted_accepted: list[float] = []  # sum of survival over the verified drafts, by position
+    predicted_s: float = 0.0  # cost of the step by the cost model; 0 without one
+    observed_s: float = 0.0  # the same parts of the step by the clock
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +119,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache in this step
     num_prefix_hits: int  # of them, found
     num_preempted: int
+    draft_s: float = 0.0  # drafter, head and budget
+    verify_s: float = 0.0  # target
+    sample_s: float = 0.0  # choosing tokens and accepting drafts
+    speculation: SpeculationStats | None = None  # None without decoding rows
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True):

@@ -1,8 +1,10 @@
-"""The target's choices: one token for each row of logits, every sampling parameter honoured.
+"""Choices: one token for each row of logits, every sampling parameter honoured.
 
 The choice at absolute position t is `argmax_v(log p_t(v) + G(seed, t, v))` with counter-based
 noise G, or the plain argmax at temperature 0. So it depends on the request alone, never on its
-neighbours in the batch or on how many positions a step covers.
+neighbours in the batch or on how many positions a step covers. The drafter proposes tokens with the
+same rules and the same noise, from its own logits: the closer these are to the target's, the more
+often both choose alike.
 """
 
 import math
@@ -27,10 +29,14 @@ BAN = -100.0  # a logit bias this low or lower forbids the token
 
 @dataclass(frozen=True)
 class ChoiceRow:
-    """One position whose next token is chosen: after the sequence's tokens and these drafts."""
+    """One position whose next token is chosen: after the sequence's tokens and these drafts.
+
+    Drafts of one block are chosen together: those before this one are only counted, as `unseen`.
+    """
 
     sequence: Sequence
     drafts: tuple[int, ...] = ()
+    unseen: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -39,11 +45,11 @@ class ChoiceRow:
     @property
     def position(self) -> int:
         """Absolute position of the token to choose."""
-        return len(self.sequence.token_ids) + len(self.drafts)
+        return len(self.sequence.token_ids) + len(self.drafts) + self.unseen
 
     @property
     def num_output_tokens(self) -> int:
-        return self.sequence.num_output_tokens + len(self.drafts)
+        return self.sequence.num_output_tokens + len(self.drafts) + self.unseen
 
     @property
     def output_ids(self) -> list[int]:
@@ -57,27 +63,52 @@ class Choice:
 
 
 class Sampler:
-    """Chooses tokens for a model with `vocab_size` tokens and these end-of-sequence ids."""
+    """Chooses tokens for a model with `vocab_size` tokens and these end-of-sequence ids.
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    token_ids: [V] int64, ascending: the tokens that the columns of the logits stand for, if these
+    are not all of the vocabulary.
+    """
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], token_ids: Tensor | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._token_ids = torch.arange(vocab_size) if token_ids is None else token_ids
+        self._noise_ids = self._token_ids.to(torch.int32)
+        self._columns = (
+            None
+            if token_ids is None
+            else {token: column for column, token in enumerate(token_ids.tolist())}
+        )
 
     def choose(self, logits: Tensor, rows: Many[ChoiceRow]) -> list[Choice]:
-        """One choice a row. logits: [N, vocab_size] float32, left as they are."""
-        processed = self._penalized(self._biased(logits, rows), rows)
-        scores = self._noisy(processed, rows)
-        token_ids = scores.argmax(dim=-1)
-        logprobs = _logprobs(logits, token_ids, rows)
+        """One choice a row. logits: [N, V] float32, left as they are."""
+        columns = self._scores(logits, rows).argmax(dim=-1)
+        logprobs = _logprobs(logits, columns, rows)
         return [
             Choice(token_id, logprobs.get(index))
-            for index, token_id in enumerate(token_ids.tolist())
+            for index, token_id in enumerate(self._tokens_at(columns))
         ]
+
+    def token_ids(self, logits: Tensor, rows: Many[ChoiceRow]) -> list[int]:
+        """As `choose`, the tokens alone."""
+        return self._tokens_at(self._scores(logits, rows).argmax(dim=-1))
+
+    def _scores(self, logits: Tensor, rows: Many[ChoiceRow]) -> Tensor:
+        return self._noisy(self._penalized(self._biased(logits, rows), rows), rows)
+
+    def _tokens_at(self, columns: Tensor) -> list[int]:
+        found: list[int] = self._token_ids.to(columns.device)[columns].tolist()
+        return found
+
+    def _column_of(self, token_id: int) -> int | None:
+        return token_id if self._columns is None else self._columns.get(token_id)
 
     def _biased(self, logits: Tensor, rows: Many[ChoiceRow]) -> Tensor:
         """Add logit biases; ban what ends a request that must go on (min_tokens)."""
         at_row: list[int] = []
-        at_token: list[int] = []
+        at_column: list[int] = []
         bias: list[float] = []
         for index, row in enumerate(rows):
             changes = {
@@ -87,12 +118,15 @@ class Sampler:
             if row.num_output_tokens < row.params.min_tokens:
                 enders = row.params.stop_token_ids | self._eos_token_ids
                 changes.update(dict.fromkeys(enders, -math.inf))
-            at_row.extend([index] * len(changes))
-            at_token.extend(changes)
-            bias.extend(changes.values())
+            for token, value in changes.items():
+                column = self._column_of(token)
+                if column is not None:
+                    at_row.append(index)
+                    at_column.append(column)
+                    bias.append(value)
         if not bias:
             return logits
-        where = (torch.tensor(at_row), torch.tensor(at_token))
+        where = (torch.tensor(at_row), torch.tensor(at_column))
         return logits.index_put(where, logits.new_tensor(bias), accumulate=True)
 
     def _penalized(self, logits: Tensor, rows: Many[ChoiceRow]) -> Tensor:
@@ -128,14 +162,15 @@ class Sampler:
         )
         keys = [noise_keys(rows[i].params.seed, rows[i].position) for i in chosen]
         scores = filter_logits(logits[chosen] / temperature[:, None], limits)
-        scores = scores + gumbel_noise(torch.tensor(keys, device=device), self._vocab_size)
+        noise = gumbel_noise(torch.tensor(keys, device=device), self._noise_ids.to(device))
+        scores = scores + noise
         return logits.index_copy(0, torch.tensor(chosen, device=device), scores)
 
     def _count(self, token_ids: list[int]) -> Tensor:
-        """How often each token of the vocabulary occurs, [vocab_size]."""
-        return torch.bincount(
-            torch.tensor(token_ids, dtype=torch.int64), minlength=self._vocab_size
-        )
+        """How often the token of each column occurs, [V]."""
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        counts = torch.bincount(ids, minlength=self._vocab_size)
+        return counts if self._columns is None else counts[self._token_ids.cpu()]
 
 
 def _select(rows: Many[ChoiceRow], wanted: Callable[[ChoiceRow], bool]) -> list[int]:

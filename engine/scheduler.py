@@ -5,6 +5,9 @@ new ones, by rank: priority, then arrival. When pages run out, the sequence of t
 preempted: it gives its pages back and is computed again later, mostly from the prefix cache where
 it is on. A waiting sequence never pushes out a running one, whatever its rank: it gets the next
 free place.
+
+Drafts take what is left: pages that nobody needs now, given back before anybody is preempted, and
+tokens of the step's limit, of which prefill leaves a part for the drafts that are expected.
 """
 
 import enum
@@ -30,13 +33,21 @@ class Scheduler:
     """Owns the sequences and their pages."""
 
     def __init__(
-        self, pool: PagePool, *, max_num_seqs: int, max_batched_tokens: int, prefix_cache: bool
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        prefix_cache: bool,
+        draft_slots: int = 0,
     ) -> None:
+        """draft_slots: how many slots to have ready behind each decoding sequence, for drafts."""
         assert max_batched_tokens >= max_num_seqs, "every decoding sequence needs a token"
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._prefix_cache = prefix_cache
+        self._draft_slots = draft_slots
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap by rank
@@ -75,14 +86,20 @@ class Scheduler:
         self._leave(sequence, SequenceStatus.FINISHED)
         del self._sequences[sequence.request.request_id]
 
-    def schedule(self) -> StepPlan:
-        """Decide the next step. Empty only if nothing waits or runs."""
+    def schedule(self, *, expected_drafts: int = 0) -> StepPlan:
+        """Decide the next step. Empty only if nothing waits or runs.
+
+        expected_drafts: tokens of the step that prefill should leave, up to half of what it has.
+        """
         self._running.sort(key=lambda sequence: sequence.rank)
         preempted: list[Sequence] = []
-        rows = [Row(s, s.num_committed, 1, RowKind.VERIFY) for s in self._decoding(preempted)]
+        decoding = self._decoding(preempted)
+        left = self._max_batched_tokens - len(decoding)
         # Never take in more in a step that had to push someone out.
-        rows += self._prefills(len(rows), may_admit=not preempted)
-        return StepPlan(tuple(rows), tuple(preempted))
+        prefills = self._prefills(left - min(expected_drafts, left // 2), may_admit=not preempted)
+        rows = [self._verify_row(sequence) for sequence in decoding] + prefills
+        room = left - sum(row.num_tokens for row in prefills)
+        return StepPlan(tuple(rows), tuple(preempted), room)
 
     def commit(self, row: Row, emitted: Many[int]) -> None:
         """The step computed `row` and emitted these tokens: lengths move here and nowhere else.
@@ -127,6 +144,8 @@ class Scheduler:
         False if it was itself the worst and had to go.
         """
         missing = self._pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        if missing > self._pool.num_available:
+            self._reclaim_draft_pages()
         while missing > self._pool.num_available:
             victim = max(self._running, key=lambda candidate: candidate.rank)
             self._leave(victim, SequenceStatus.WAITING)
@@ -134,16 +153,34 @@ class Scheduler:
             preempted.append(victim)
             if victim is sequence:
                 return False
-        sequence.pages.extend(self._pool.allocate(missing))
+        sequence.pages.extend(self._pool.allocate(max(0, missing)))
         return True
 
-    def _prefills(self, num_taken: int, *, may_admit: bool) -> list[Row]:
+    def _verify_row(self, sequence: Sequence) -> Row:
+        """The row of a decoding sequence, with as many slots for drafts as can be had."""
+        length, size = len(sequence.token_ids), self._pool.page_size
+        missing = self._pool.pages_for(length + self._draft_slots) - len(sequence.pages)
+        sequence.pages.extend(self._pool.allocate(max(0, min(missing, self._pool.num_available))))
+        free = len(sequence.pages) * size - length
+        draft_slots = min(free, self._draft_slots)
+        return Row(sequence, sequence.num_committed, 1, RowKind.VERIFY, draft_slots)
+
+    def _has_draft_page(self, sequence: Sequence) -> bool:
+        """Whether it holds a page behind its tokens."""
+        return len(sequence.pages) > self._pool.pages_for(len(sequence.token_ids))
+
+    def _reclaim_draft_pages(self) -> None:
+        for sequence in filter(self._has_draft_page, self._running):
+            kept = self._pool.pages_for(len(sequence.token_ids))
+            self._pool.release(sequence.pages[kept:])
+            del sequence.pages[kept:]
+
+    def _prefills(self, budget: int, *, may_admit: bool) -> list[Row]:
         """Chunks of prompts by rank, of running sequences and of waiting ones that can start.
 
         Within a priority each takes half of what is left, so that a long prompt does not hold up
         the short ones behind it; a worse priority gets only what the better ones leave.
         """
-        budget = self._max_batched_tokens - num_taken
         running = deque(s for s in self._running if s.num_uncommitted > 1)
         chunks: dict[Sequence, int] = {}  # tokens, in order of rank
         priority: int | None = None  # of the newest chunk
@@ -216,7 +253,8 @@ class Scheduler:
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether the pool has the rest of the pages, and one more for each running sequence."""
         missing = self._pool.pages_for(len(sequence.token_ids)) - len(cached)
-        return missing + len(self._running) <= self._pool.num_available
+        reserve = sum(not self._has_draft_page(other) for other in self._running)
+        return missing + reserve <= self._pool.num_available
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         missing = self._pool.pages_for(len(sequence.token_ids)) - len(cached)

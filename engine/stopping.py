@@ -24,6 +24,14 @@ class Ending:
     stop_token_id: int | None = None  # a requested stop token; None for end-of-sequence
 
 
+def tokens_left(sequence: Sequence, limits: ModelLimits) -> int:
+    """Tokens that the request may still get; at least 1 while it runs."""
+    return min(
+        sequence.request.sampling.max_tokens - sequence.num_output_tokens,
+        limits.max_model_len - len(sequence.token_ids),
+    )
+
+
 def find_ending(sequence: Sequence, emitted: Many[int], limits: ModelLimits) -> Ending:
     """Walk over newly emitted tokens (not yet in `sequence`) to the first that ends the request.
 
@@ -31,10 +39,7 @@ def find_ending(sequence: Sequence, emitted: Many[int], limits: ModelLimits) -> 
     """
     params = sequence.request.sampling
     eos = frozenset[int]() if params.ignore_eos else limits.eos_token_ids
-    room = min(
-        params.max_tokens - sequence.num_output_tokens,
-        limits.max_model_len - len(sequence.token_ids),
-    )
+    room = tokens_left(sequence, limits)
     for count, token in enumerate(emitted, start=1):
         if token in params.stop_token_ids:
             return Ending(count, FinishReason.STOP, stop_token_id=token)

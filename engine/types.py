@@ -93,6 +93,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_cached_tokens: int | None = None  # prompt tokens taken from the prefix cache, first time
     first_scheduled_s: float | None = None
+    length_ratio: float | None = None  # the threshold rule's smoothed share of a block
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -132,6 +133,7 @@ class Row:
     start: int  # position of the first token; equals the sequence's num_committed
     num_tokens: int
     kind: RowKind
+    draft_slots: int = 0  # free slots behind its tokens; drafts need one each
 
     @property
     def reaches_end(self) -> bool:
@@ -145,6 +147,7 @@ class StepPlan:
 
     rows: tuple[Row, ...]
     preempted: tuple[Sequence, ...] = ()
+    draft_room: int = 0  # drafts that the step's token limit leaves room for
 
     @property
     def num_tokens(self) -> int:

@@ -59,6 +59,8 @@ class Mailbox:
 def serve(engine: Engine, mailbox: Mailbox) -> NoReturn:
     """Step while there is work, wait while there is none. Ends with the process."""
     while True:
+        if not engine.has_work:
+            engine.rest()
         for message in mailbox.drain(wait=not engine.has_work):
             match message:
                 case Submit(request):

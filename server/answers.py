@@ -69,7 +69,7 @@ async def _whole(generation: Generation, head: Envelope, answer_format: AnswerFo
     async for delta in generation:
         choices[delta.index].add(delta)
     return head.as_json(answer_format.whole_kind) | {
-        "choices": [answer_format.whole(choice) for choice in choices],
+        "choices": [answer_format.whole(choice) | _speculation(choice.last) for choice in choices],
         "usage": generation.usage.as_json(),
     }
 
@@ -92,6 +92,13 @@ async def _events(
             yield event(opening)
     async for delta in generation:
         if delta.text or delta.logprobs or delta.finish_reason is not None:
-            yield event(answer_format.chunk(delta))
+            yield event(answer_format.chunk(delta) | _speculation(delta))
     if options.include_usage:
         yield shell | {"choices": [], "usage": generation.usage.as_json()}
+
+
+def _speculation(last: ChoiceDelta | None) -> Event:
+    """What a choice says of its drafts at its end, if that was asked for."""
+    if last is None or last.speculation is None:
+        return {}
+    return {"adaflash": last.speculation.as_json()}

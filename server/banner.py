@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 
 from adaflash import __version__
-from adaflash.engine.messages import EngineFacts
+from adaflash.engine.messages import EngineFacts, SpeculationFacts
 from adaflash.server.settings import ServerSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on, and how to reach it from here
@@ -35,6 +35,7 @@ def describe_server(
     rows = {
         "model": f"{model_name} ({facts.dtype} on {facts.device}, loaded in {facts.load_s:.1f} s)",
         "engine": f"attention: {facts.attention}; CPU threads: {facts.num_threads}",
+        "speculation": _speculation(facts.speculation),
         "KV cache": f"{capacity:,} tokens = {at_once:.1f} sequences of {length:,} tokens",
         "concurrency": f"{settings.max_num_seqs} sequences at once, "
         f"{settings.max_queued_requests} requests waiting",
@@ -43,6 +44,16 @@ def describe_server(
     table = "\n".join(f"  {name:<13}{text}" for name, text in rows.items())
     curl = _curl(address, model_name, with_key=bool(settings.api_key))
     return f"AdaFlash {__version__} is ready on {address.url}\n{table}\n\nTry it:\n{curl}\n"
+
+
+def _speculation(facts: SpeculationFacts) -> str:
+    if facts.drafter is None:
+        return f"off: {facts.why_off}" if facts.why_off else "off"
+    blocks = f"blocks of {facts.block_size}"
+    if facts.widths:
+        blocks += f", widths {', '.join(map(str, facts.widths))}"
+    head = f", head: {facts.head}" if facts.head else ""
+    return f"{facts.policy}: drafter {facts.drafter} ({blocks}){head}"
 
 
 def _curl(address: Address, model_name: str, *, with_key: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from adaflash.engine.errors import ConfigError
-from adaflash.server.model_files import find_model
+from adaflash.server.model_files import find_drafter, find_model
 from adaflash.server.settings import Flag, ServerSettings, load_settings, nearest
 
 SERVE_NOTES = """\
@@ -41,14 +41,19 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def pull(argv: Sequence[str]) -> None:
-    """`adaflash pull`: fetch a model unless it is in the cache, and print its path."""
+    """`adaflash pull`: fetch a model, and a drafter if one is given; print where they are."""
     parser = SettingsParser(
         prog="adaflash pull",
-        description="Fetch a model into the local cache, unless it is there, and print its path.",
+        description="Fetch a model into the local cache, unless it is there, and print its path; "
+        "with a drafter, do the same for it, on a second line.",
         epilog=PULL_NOTES,
     )
-    parser.add_settings(("model", "model_cache_dir", "config"))
-    print(find_model(parser.settings(argv)))
+    parser.add_settings(("model", "drafter", "model_cache_dir", "config"))
+    settings = parser.settings(argv)
+    print(find_model(settings), flush=True)
+    drafter = find_drafter(settings)
+    if drafter is not None:
+        print(drafter)
 
 
 class SettingsParser(argparse.ArgumentParser):

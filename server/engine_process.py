@@ -41,7 +41,7 @@ async def pause(seconds: float) -> None:
 
 
 class EngineObserver(Protocol):
-    """Who wants to know how the engine fares; server/metrics.py does."""
+    """Who wants to know how the engine fares: metrics, a log."""
 
     def on_step(self, stats: StepStats) -> None: ...
 
@@ -56,14 +56,14 @@ class EngineProcess:
     def __init__(
         self,
         config: EngineConfig,
-        observer: EngineObserver,
+        observers: Sequence[EngineObserver],
         *,
         max_queued_requests: int,
         environment: Mapping[str, str],
     ) -> None:
         self._config = config
         self._environment = environment
-        self._observer = observer
+        self._observers = observers
         self._max_in_flight = config.max_num_seqs + max_queued_requests
         self._streams: dict[str, _Stream] = {}
         self._worker: WorkerProcess | None = None
@@ -142,7 +142,8 @@ class EngineProcess:
         self._worker = await WorkerProcess.start(self._config, self._environment)
         self._facts = await self._worker.ready()
         self._last_progress_s = self._ready_s = time.monotonic()
-        self._observer.on_engine_up(self._facts)
+        for observer in self._observers:
+            observer.on_engine_up(self._facts)
 
     async def _supervise(self) -> None:
         """Pass reports on; when the worker is gone, fail its requests and start another.
@@ -180,7 +181,8 @@ class EngineProcess:
             match message:
                 case StepReport(deltas, stats):
                     self._last_progress_s = time.monotonic()
-                    self._observer.on_step(stats)
+                    for observer in self._observers:
+                        observer.on_step(stats)
                     for delta in deltas:
                         self._deliver(delta)
                 case EngineFailed(error):
@@ -199,7 +201,8 @@ class EngineProcess:
         worker, self._worker = self._worker, None
         if self._facts is not None:
             self._facts = None
-            self._observer.on_engine_down()
+            for observer in self._observers:
+                observer.on_engine_down()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.put(EngineDownError(f"the engine stopped: {reason}"))

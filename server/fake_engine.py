@@ -37,6 +37,9 @@ class FakeEngineClient:
     max_in_flight: int = 64
     delta_s: float = 0.0  # pause before each delta
     tokens_per_delta: int = 1
+    # Drafts verified for each delta after the first; all its tokens but the last are accepted
+    # drafts. None: deltas say nothing of drafts.
+    drafts_per_delta: int | None = None
     dies_after: int | None = None  # tokens of a stream before it fails; None: it lives
     aborted: list[str] = field(default_factory=list)  # ids of requests that were given up
     submitted: list[Request] = field(default_factory=list)
@@ -83,7 +86,8 @@ class FakeStream:
             self._end()
             raise EngineDownError("the fake engine died")
         first = self._num_sent == 0
-        token_ids = self._next_tokens()
+        num_drafts = self._num_drafts()
+        token_ids = self._next_tokens(self._num_tokens(num_drafts))
         last = self._num_sent == self._request.sampling.max_tokens
         if last:
             self._end()
@@ -94,12 +98,28 @@ class FakeStream:
             finish_reason=FinishReason.LENGTH if last else None,
             num_cached_tokens=0 if first else None,
             queue_s=0.0 if first else None,
+            num_drafts=num_drafts,
+            num_accepted=0 if num_drafts is None else len(token_ids) - 1,
         )
 
-    def _next_tokens(self) -> list[int]:
+    def _num_drafts(self) -> int | None:
+        """None for the first delta, which follows the prompt."""
+        asked = self._engine.drafts_per_delta
+        if asked is None or self._num_sent == 0:
+            return None
+        return min(asked, self._num_left - 1)  # the target's own token comes after them
+
+    def _num_tokens(self, num_drafts: int | None) -> int:
+        most = self._num_left if self._engine.drafts_per_delta is None else (num_drafts or 0) + 1
+        return min(self._engine.tokens_per_delta, most)
+
+    @property
+    def _num_left(self) -> int:
+        return self._request.sampling.max_tokens - self._num_sent
+
+    def _next_tokens(self, count: int) -> list[int]:
         start, prompt = self._num_sent, self._request.prompt_ids
-        end = start + self._engine.tokens_per_delta
-        self._num_sent = min(end, self._request.sampling.max_tokens)
+        self._num_sent = start + count
         return [prompt[number % len(prompt)] for number in range(start, self._num_sent)]
 
     def _logprobs(self, token_ids: list[int]) -> list[TokenLogprobs] | None:

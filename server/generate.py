@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,6 +31,24 @@ class Job:
     stop: Sequence[str]
     num_choices: int
     priority: int
+    return_speculation: bool = False
+
+
+@dataclass
+class SpeculationReport:
+    """What speculation did for one choice, a decode step at a time."""
+
+    verify_lengths: list[int] = field(default_factory=list)  # drafts verified
+    accepted: list[int] = field(default_factory=list)  # of them, accepted and kept
+
+    def as_json(self) -> dict[str, object]:
+        # Each step also brings one token of the target's. No steps, no mean.
+        steps = len(self.accepted)
+        return {
+            "verify_lengths": self.verify_lengths,
+            "accepted": self.accepted,
+            "mean_accepted_length": sum(self.accepted) / steps + 1 if steps else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
+    speculation: SpeculationReport | None = None  # with the last one, if asked for
 
 
 @dataclass
@@ -115,7 +133,8 @@ def start(job: Job, context: AppContext) -> Generation:
     for index, (request, stream) in enumerate(zip(requests, streams, strict=True)):
         text = TextStream(context.tokenizer, job.stop, min_tokens=job.sampling.min_tokens)
         record = _Record(context.metrics, request, counts_prompt=index % job.num_choices == 0)
-        choices.append(_Choice(index, stream, text, record, usage))
+        report = SpeculationReport() if job.return_speculation else None
+        choices.append(_Choice(index, stream, text, record, usage, report))
     return Generation(choices, usage)
 
 
@@ -160,6 +179,9 @@ class _Record:
         self.num_tokens += num_tokens
         self.last_s = now
         self.metrics.generation_tokens.inc(num_tokens)
+        if delta.num_drafts is not None:
+            num_kept = _num_kept_drafts(delta, num_tokens)
+            self.metrics.speculation.on_decode_row(delta.num_drafts, num_kept)
 
     def _on_first(self, delta: TokenDelta, now: float) -> None:
         self.first_s = now
@@ -189,13 +211,20 @@ class _Choice:
     """One choice: an engine request and its text."""
 
     def __init__(
-        self, index: int, stream: TokenStream, text: TextStream, record: _Record, usage: Usage
+        self,
+        index: int,
+        stream: TokenStream,
+        text: TextStream,
+        record: _Record,
+        usage: Usage,
+        report: SpeculationReport | None,
     ) -> None:
         self._index = index
         self._stream = stream
         self._text = text
         self._record = record
         self._usage = usage
+        self._report = report
 
     async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
         """Raises EngineDownError, ShuttingDownError or GenerationFailedError."""
@@ -240,7 +269,17 @@ class _Choice:
             self._usage.cached_tokens += delta.num_cached_tokens
         self._usage.completion_tokens += num_tokens
         self._record.on_tokens(delta, num_tokens)
-        found = ChoiceDelta(self._index, text, logprobs, delta.finish_reason, delta.stop_token_id)
-        if stop is None:
-            return found
-        return dataclasses.replace(found, finish_reason=FinishReason.STOP, stop_reason=stop)
+        if self._report is not None and delta.num_drafts is not None:
+            self._report.verify_lengths.append(delta.num_drafts)
+            self._report.accepted.append(_num_kept_drafts(delta, num_tokens))
+        finish_reason: FinishReason | None = delta.finish_reason
+        stop_reason: str | int | None = delta.stop_token_id
+        if stop is not None:
+            finish_reason, stop_reason = FinishReason.STOP, stop
+        report = self._report if finish_reason is not None else None
+        return ChoiceDelta(self._index, text, logprobs, finish_reason, stop_reason, report)
+
+
+def _num_kept_drafts(delta: TokenDelta, num_tokens: int) -> int:
+    """Accepted drafts among the first `num_tokens` of a delta: a stop string may cut the rest."""
+    return min(delta.num_accepted, num_tokens)

@@ -68,4 +68,5 @@ def _job(
         stop=stop,
         num_choices=num_choices,
         priority=body.priority or 0,
+        return_speculation=bool(body.return_speculation),
     )

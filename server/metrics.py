@@ -3,8 +3,6 @@
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Gauge,
-    Histogram,
     Info,
     disable_created_metrics,
     generate_latest,
@@ -12,6 +10,8 @@ from prometheus_client import (
 
 from adaflash import __version__
 from adaflash.engine.messages import EngineFacts, StepStats
+from adaflash.server.series import Series
+from adaflash.server.speculation_metrics import SpeculationMetrics
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they double every counter and no dashboard reads them
 
@@ -41,53 +41,57 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._model = model_name
+        self._series = Series(self.registry, model_name)
         self._info = Info("adaflash_build", "Version", registry=self.registry)
         self._info.info({"version": __version__})
         self._cache_info = Info("adaflash_cache_config", "KV cache", registry=self.registry)
         self._was_up = False
         self._define_engine()
         self._define_requests()
+        self.speculation = SpeculationMetrics(self.registry, self._series)
 
     def _define_engine(self) -> None:
-        self.engine_up = self._gauge("engine_up", "1 while the engine process serves.")
-        self.engine_restarts = self._counter("engine_restarts", "Restarts of the engine process.")
-        self.running = self._gauge("num_requests_running", "Requests that hold pages.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of K/V pages in use, 0 to 1.")
-        self.prefix_queries = self._counter(
+        self.engine_up = self._series.gauge("engine_up", "1 while the engine process serves.")
+        self.engine_restarts = self._series.counter(
+            "engine_restarts", "Restarts of the engine process."
+        )
+        self.running = self._series.gauge("num_requests_running", "Requests that hold pages.")
+        self.waiting = self._series.gauge("num_requests_waiting", "Requests that wait for a place.")
+        self.kv_usage = self._series.gauge(
+            "kv_cache_usage_perc", "Share of K/V pages in use, 0 to 1."
+        )
+        self.prefix_queries = self._series.counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
-        self.prefix_hits = self._counter(
+        self.prefix_hits = self._series.counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache."
         )
-        self.preemptions = self._counter(
+        self.preemptions = self._series.counter(
             "num_preemptions", "Requests pushed out for lack of pages."
         )
-        self.step_duration = self._histogram("step_duration_seconds", "One engine step.", STEP_S)
-        self.step_tokens = self._histogram(
+        self.step_duration = self._series.histogram(
+            "step_duration_seconds", "One engine step.", STEP_S
+        )
+        self.step_tokens = self._series.histogram(
             "iteration_tokens_total", "Tokens computed in one step.", STEP_TOKENS
         )
 
     def _define_requests(self) -> None:
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
-        self.prompt_tokens_cached = self._counter(
+        self.prompt_tokens = self._series.counter(
+            "prompt_tokens", "Prompt tokens of started requests."
+        )
+        self.prompt_tokens_cached = self._series.counter(
             "prompt_tokens_cached", "Of them, those taken from the prefix cache."
         )
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._success = Counter(
-            "adaflash_request_success",
+        self.generation_tokens = self._series.counter("generation_tokens", "Tokens generated.")
+        self._success = self._series.counter_by(
+            "request_success",
             "Ended requests, by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+            "finished_reason",
+            ("stop", "length", "abort", "error"),
         )
-        for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(self._model, reason)  # all series exist from the start
-        self._rejections = Counter(
-            "adaflash_admission_rejections",
-            "Requests that were not taken in, by reason.",
-            ["model_name", "reason"],
-            registry=self.registry,
+        self._rejections = self._series.counter_by(
+            "admission_rejections", "Requests that were not taken in, by reason.", "reason"
         )
         self._http = Counter(
             "adaflash_http_requests",
@@ -95,29 +99,29 @@ class Metrics:
             ["endpoint", "method", "status_code"],
             registry=self.registry,
         )
-        self.first_token = self._histogram(
+        self.first_token = self._series.histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S
         )
-        self.inter_token = self._histogram(
+        self.inter_token = self._series.histogram(
             "inter_token_latency_seconds",
             "Gap between tokens; those of one delta share its gap.",
             PER_TOKEN_S,
         )
-        self.per_token = self._histogram(
+        self.per_token = self._series.histogram(
             "request_time_per_output_token_seconds",
             "A request's mean after the first.",
             PER_TOKEN_S,
         )
-        self.whole = self._histogram(
+        self.whole = self._series.histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", WHOLE_S
         )
-        self.queue_time = self._histogram(
+        self.queue_time = self._series.histogram(
             "request_queue_time_seconds", "From arrival to the first step.", QUEUE_S
         )
-        self.request_prompt = self._histogram(
+        self.request_prompt = self._series.histogram(
             "request_prompt_tokens", "Prompt length of a request.", TOKENS
         )
-        self.request_generation = self._histogram(
+        self.request_generation = self._series.histogram(
             "request_generation_tokens", "Tokens generated for a request.", TOKENS
         )
 
@@ -139,10 +143,12 @@ class Metrics:
             self.engine_restarts.inc()
         self._was_up = True
         self.engine_up.set(1)
+        self.speculation.on_engine_up(facts.speculation)
 
     def on_engine_down(self) -> None:
         for gauge in (self.engine_up, self.running, self.waiting, self.kv_usage):
             gauge.set(0)
+        self.speculation.on_engine_down()
 
     def on_step(self, stats: StepStats) -> None:
         self.running.set(stats.num_running)
@@ -154,26 +160,13 @@ class Metrics:
         if stats.num_prefill_tokens + stats.num_decode_rows > 0:
             self.step_duration.observe(stats.step_s)
             self.step_tokens.observe(stats.num_prefill_tokens + stats.num_decode_rows)
+            self.speculation.on_step(stats)
 
     def count_end(self, reason: str) -> None:
-        self._success.labels(self._model, reason).inc()
+        self._success.of(reason).inc()
 
     def count_rejection(self, reason: str) -> None:
-        self._rejections.labels(self._model, reason).inc()
+        self._rejections.of(reason).inc()
 
     def count_http(self, endpoint: str, method: str, status: int) -> None:
         self._http.labels(endpoint, method, str(status)).inc()
-
-    def _counter(self, name: str, text: str) -> Counter:
-        labelled = Counter(f"adaflash_{name}", text, ["model_name"], registry=self.registry)
-        return labelled.labels(self._model)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        labelled = Gauge(f"adaflash_{name}", text, ["model_name"], registry=self.registry)
-        return labelled.labels(self._model)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        labelled = Histogram(
-            f"adaflash_{name}", text, ["model_name"], registry=self.registry, buckets=buckets
-        )
-        return labelled.labels(self._model)

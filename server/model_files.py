@@ -1,5 +1,6 @@
-"""Finds the files of the model that is asked for, and shows how far a download is."""
+"""Finds the files of the model and the drafter asked for, and shows how far a download is."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from adaflash.engine.catalog import OnProgress, locate
+from adaflash.engine.errors import CheckpointError
 from adaflash.server.settings import ServerSettings
 
 MIB = 2**20
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 LINES_PER_DOWNLOAD = 10  # where there is no terminal to draw a bar on
 
 
@@ -19,6 +22,26 @@ def find_model(settings: ServerSettings) -> Path:
     """Local path of `settings.model`, fetched first if need be. Raises CheckpointError."""
     with _show_progress(f"fetching {settings.model}") as on_progress:
         return locate(settings.model, cache_dir=settings.model_cache_dir, on_progress=on_progress)
+
+
+def find_drafter(settings: ServerSettings) -> Path | None:
+    """Local folder of `settings.drafter`, fetched first if need be; None when there is no use
+    for one. Raises CheckpointError.
+    """
+    if not settings.speculates:
+        return None
+    drafter = settings.drafter
+    path = Path(drafter).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or not HUB_ID.fullmatch(drafter):
+        problem = "is not a folder" if path.exists() else "was not found"
+        raise CheckpointError(
+            f"the drafter {drafter!r} {problem}: give the folder of a drafter's checkpoint, a hub "
+            "id (org/name), or none"
+        )
+    with _show_progress(f"fetching {drafter}") as on_progress:
+        return locate(drafter, cache_dir=settings.model_cache_dir, on_progress=on_progress)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 FinishReason = Literal["stop", "length"]
+ON_REQUEST = "Only with `return_speculation`; a stream has it in a choice's last chunk."
 
 
 class ErrorDetail(BaseModel):
@@ -44,6 +45,19 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class Speculation(BaseModel):
+    """How the drafts of one choice fared. The lists have an entry for each decode step."""
+
+    verify_lengths: list[int] = Field(description="Drafts that the model verified; 0: none.")
+    accepted: list[int] = Field(
+        description="Of them, those accepted and kept in the answer: a stop string may cut some."
+    )
+    mean_accepted_length: float | None = Field(
+        description="1 (the model's own token) + the mean of `accepted`; null if there was no "
+        "decode step, as the first token comes from the prompt's."
+    )
+
+
 class ChatAnswer(BaseModel):
     role: Literal["assistant"]
     content: str
@@ -56,6 +70,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    adaflash: Speculation | None = Field(None, description=ON_REQUEST)
 
 
 class ChatCompletion(BaseModel):
@@ -80,6 +95,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    adaflash: Speculation | None = Field(None, description=ON_REQUEST)
 
 
 class Completion(BaseModel):

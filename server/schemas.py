@@ -86,6 +86,9 @@ class SamplingFields(Schema):
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Lower goes first; default 0."
     )
+    return_speculation: bool | None = Field(
+        None, description="Add to each choice, as `adaflash`, how its drafts fared."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -19,8 +19,9 @@ from adaflash.server.lifecycle import Lifecycle
 from adaflash.server.listener import bind, listen
 from adaflash.server.logs import configure_logging
 from adaflash.server.metrics import Metrics
-from adaflash.server.model_files import find_model, served_names
+from adaflash.server.model_files import find_drafter, find_model, served_names
 from adaflash.server.settings import ServerSettings, engine_environment
+from adaflash.server.speculation_log import SpeculationLog
 from adaflash.server.tokenizer import Tokenizer, load_tokenizer
 
 MIB = 2**20
@@ -35,16 +36,19 @@ def run_server(settings: ServerSettings) -> None:
     configure_logging(settings)
     with bind(settings.host, settings.port) as listener:
         model_path = find_model(settings)
+        drafter_path = find_drafter(settings)
         try:
             with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-                drained = runner.run(_serve(settings, model_path, listener))
+                drained = runner.run(_serve(settings, model_path, drafter_path, listener))
         except asyncio.CancelledError:
             drained = False
     if not drained:
         raise KeyboardInterrupt
 
 
-async def _serve(settings: ServerSettings, model_path: Path, listener: socket.socket) -> bool:
+async def _serve(
+    settings: ServerSettings, model_path: Path, drafter_path: Path | None, listener: socket.socket
+) -> bool:
     """Returns whether all work in flight had its time to end."""
     starting = asyncio.current_task()
     assert starting is not None
@@ -52,10 +56,10 @@ async def _serve(settings: ServerSettings, model_path: Path, listener: socket.so
     names = served_names(settings)
     tokenizer = read_tokenizer(settings, model_path)
     metrics = Metrics(names[0])
-    config = settings.engine_config(model_path)
+    config = settings.engine_config(model_path, drafter_path)
     engine = EngineProcess(
         config,
-        metrics,
+        (metrics, SpeculationLog(config.speculation.probe_every)),
         max_queued_requests=settings.max_queued_requests,
         environment=engine_environment(),
     )

@@ -22,11 +22,12 @@ from pydantic_settings import (
 )
 
 from adaflash.engine.catalog import DEFAULT_MODEL
-from adaflash.engine.config import EngineConfig
+from adaflash.engine.config import EngineConfig, Policy, SpeculationConfig, parse_policy
 from adaflash.engine.errors import ConfigError
 
 ENV_PREFIX = "ADAFLASH_"
 KEY_VARIABLE = "ADAFLASH_API_KEY"
+NO_DRAFTER = "none"
 
 # How long an OpenMP thread of the engine spins at a barrier before it sleeps, in libgomp's units.
 # Its default never sleeps: then one thread pushed off its core makes every step ten times as long
@@ -44,6 +45,7 @@ class Flag:
 
 MODEL = "model"
 ENGINE = "engine"
+SPECULATION = "speculation"
 HTTP = "HTTP"
 LOGS = "logs and files"
 
@@ -104,6 +106,45 @@ class ServerSettings(BaseSettings):
         default=None,
         ge=1,
         description="CPU threads of the engine; left out: chosen from the cores.",
+    )
+
+    drafter: Annotated[str, Flag(SPECULATION, "DRAFTER")] = Field(
+        default=NO_DRAFTER,
+        min_length=1,
+        description="Folder or hub id (org/name) of the drafter made for the model; none: no "
+        "drafts.",
+    )
+    speculation: Annotated[str, Flag(SPECULATION, "POLICY")] = Field(
+        default="goodput",
+        description="How many drafts to verify: off, fixed:K (K of them), threshold (as many as "
+        "seem likely), or goodput (what gives the most tokens per second at this load).",
+    )
+    threshold_rate: Annotated[float, Flag(SPECULATION, "X")] = Field(
+        default=1.3,
+        gt=0,
+        allow_inf_nan=False,
+        description="Of threshold: the part of a block that seems likely is multiplied by this.",
+    )
+    threshold_min: Annotated[int, Flag(SPECULATION, "N")] = Field(
+        default=1,
+        ge=1,
+        description="Of threshold: fewest tokens of a block, the newest known one included.",
+    )
+    threshold_ema: Annotated[float, Flag(SPECULATION, "X")] = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="Of threshold: weight of the newest step in the moving average; 1: no average.",
+    )
+    probe_every: Annotated[int, Flag(SPECULATION, "N")] = Field(
+        default=64,
+        ge=1,
+        description="Steps without drafts before one drafts, to see whether it pays again.",
+    )
+    full_width_every: Annotated[int, Flag(SPECULATION, "N")] = Field(
+        default=64,
+        ge=1,
+        description="Steps with drafts before one verifies whole blocks, for calibration.",
     )
 
     host: Annotated[str, Flag(HTTP, "ADDRESS")] = Field(
@@ -170,6 +211,18 @@ class ServerSettings(BaseSettings):
                 raise ValueError("must not be empty")
         return values
 
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _is_a_policy(cls, value: object) -> object:
+        if value is False:
+            return Policy.OFF.value  # YAML reads the word `off` as false
+        if isinstance(value, str):
+            try:
+                parse_policy(value)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return value
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -184,7 +237,12 @@ class ServerSettings(BaseSettings):
         file_settings = InitSettingsSource(settings_cls, _read_yaml(Path(path)) if path else {})
         return (init_settings, env_settings, file_settings)
 
-    def engine_config(self, model_path: Path) -> EngineConfig:
+    @property
+    def speculates(self) -> bool:
+        """Whether a drafter is given and may be used."""
+        return self.drafter != NO_DRAFTER and self.speculation != Policy.OFF
+
+    def engine_config(self, model_path: Path, drafter_path: Path | None) -> EngineConfig:
         """The engine's share of the settings."""
         return EngineConfig(
             model_path=str(model_path),
@@ -197,6 +255,21 @@ class ServerSettings(BaseSettings):
             page_size=self.page_size,
             prefix_cache=self.prefix_cache,
             num_threads=self.num_threads,
+            drafter_path=None if drafter_path is None else str(drafter_path),
+            speculation=self._speculation_config(),
+            cost_dir=str(self.model_cache_dir / "costs"),
+        )
+
+    def _speculation_config(self) -> SpeculationConfig:
+        policy, fixed_length = parse_policy(self.speculation)
+        return SpeculationConfig(
+            policy=policy,
+            fixed_length=fixed_length,
+            threshold_rate=self.threshold_rate,
+            threshold_min=self.threshold_min,
+            threshold_ema=self.threshold_ema,
+            probe_every=self.probe_every,
+            full_width_every=self.full_width_every,
         )
 
     def changed(self) -> dict[str, object]:
@@ -217,7 +290,7 @@ def load_settings(flags: Mapping[str, object]) -> ServerSettings:
         settings = ServerSettings.model_validate(dict(flags))
     except ValidationError as error:
         raise ConfigError(_explain(error.errors()[0], flags)) from None
-    settings.engine_config(Path(settings.model)).check()
+    settings.engine_config(Path(settings.model), None).check()
     return settings
 
 
@@ -267,5 +340,5 @@ def _explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
     else:
         where = f"{name} in the settings file"
     given = "" if name == "api_key" else f", not {problem['input']!r}"
-    message = problem["msg"]
+    message = problem["msg"].removeprefix("Value error, ").removesuffix(given)
     return f"{where}: {message[0].lower()}{message[1:]}{given}"

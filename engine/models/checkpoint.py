@@ -14,14 +14,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class Checkpoint(Protocol):
-    """The tensors of one model."""
-
-    @property
-    def config(self) -> ModelConfig: ...
+class Tensors(Protocol):
+    """Named tensors on disk."""
 
     def names(self) -> frozenset[str]:
-        """Hugging Face names of all tensors."""
+        """Names of all tensors."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -29,14 +26,17 @@ class Checkpoint(Protocol):
         ...
 
 
-class SafetensorsCheckpoint:
-    """A Hugging Face folder: config.json and one or more safetensors files."""
+class Checkpoint(Tensors, Protocol):
+    """The tensors of one target model, under their Hugging Face names."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+
+class SafetensorsFolder:
+    """The tensors of one or more safetensors files. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
-        generation = folder / "generation_config.json"
-        self.config = from_hf(
-            read_json(folder / "config.json"), read_json(generation) if generation.exists() else {}
-        )
         # Memory-mapped: a tensor is read when it is asked for.
         files = [self._open(path) for path in _weight_files(folder)]
         self._file_of = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
@@ -53,6 +53,17 @@ class SafetensorsCheckpoint:
             return safe_open(str(path), framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+class SafetensorsCheckpoint(SafetensorsFolder):
+    """A Hugging Face folder: config.json and safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        generation = folder / "generation_config.json"
+        self.config = from_hf(
+            read_json(folder / "config.json"), read_json(generation) if generation.exists() else {}
+        )
+        super().__init__(folder)
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -70,7 +70,7 @@ GGUF_FAMILIES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama
 NO_EXPERTS = "mixture-of-experts models are not supported; use a dense model"
 
 
-class _Fields:
+class Fields:
     """Typed access to a JSON object; errors name the field."""
 
     def __init__(self, values: Json, what: str) -> None:
@@ -109,7 +109,7 @@ def from_hf(config: Json, generation_config: Json) -> ModelConfig:
 
     Raises CheckpointError for anything that would be computed wrongly.
     """
-    fields = _Fields(config, "config.json")
+    fields = Fields(config, "config.json")
     family = _family(config)
     _refuse_unsupported(config, fields, family)
     num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
@@ -153,7 +153,7 @@ def from_gguf(metadata: Json, shapes: Mapping[str, tuple[int, ...]]) -> ModelCon
     family = str(architecture)
     prefix = f"{family}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items()}
-    fields = _Fields(own, "the GGUF metadata")
+    fields = Fields(own, "the GGUF metadata")
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
@@ -198,7 +198,7 @@ def _family(config: Json) -> str:
     return FAMILIES[str(name)]
 
 
-def _refuse_unsupported(config: Json, fields: _Fields, family: str) -> None:
+def _refuse_unsupported(config: Json, fields: Fields, family: str) -> None:
     """What the decoder would compute wrongly or not at all."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -219,7 +219,7 @@ def _refuse_unsupported(config: Json, fields: _Fields, family: str) -> None:
         _refuse_window(window, fields.integer("max_position_embeddings", 2048))
 
 
-def _refuse_unsupported_gguf(metadata: Json, fields: _Fields) -> None:
+def _refuse_unsupported_gguf(metadata: Json, fields: Fields) -> None:
     parts = metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
         raise CheckpointError(
@@ -244,8 +244,8 @@ def _rope(config: Json, max_positions: int) -> tuple[float, RopeScaling | None]:
     both = config.get("rope_parameters")
     parameters = both if isinstance(both, dict) else config.get("rope_scaling")
     values: Json = parameters if isinstance(parameters, dict) else {}
-    fields = _Fields(values, "the rope parameters")
-    top = _Fields(config, "config.json")
+    fields = Fields(values, "the rope parameters")
+    top = Fields(config, "config.json")
     theta = fields.number("rope_theta", top.number("rope_theta", 10000.0))
     turned = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
     if turned != 1:
@@ -271,7 +271,7 @@ def _rope(config: Json, max_positions: int) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _gguf_scaling(own: Json, fields: _Fields) -> RopeScaling | None:
+def _gguf_scaling(own: Json, fields: Fields) -> RopeScaling | None:
     """Of the metadata; a `rope_freqs.weight` tensor is read with the weights."""
     kind = own.get("rope.scaling.type", "none")
     if kind == "none":

@@ -1,5 +1,8 @@
 """One config-driven decoder: Llama, SmolLM, Mistral, Qwen2 and Qwen3 dense."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,6 +61,18 @@ class Attention(nn.Module):
         attended = inputs.attention.run(q, *pages)
         return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
+    def write_context(
+        self, x: Tensor, slots: Tensor, turn: Rotation, pages: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write the K/V of rows that nothing asks from. x: [T, hidden]; slots: [T]."""
+        start = self.num_heads * self.head_dim
+        bias = self.qkv_proj.bias[start:] if self.qkv_proj.bias is not None else None
+        kv = functional.linear(x, self.qkv_proj.weight[start:], bias)
+        k, v = kv.view(len(x), 2 * self.num_kv_heads, self.head_dim).chunk(2, dim=1)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        write_kv(*pages, rotate(k, *turn), v, slots)
+
 
 class MLP(nn.Module):
     """Gated MLP; gate and up in one projection."""
@@ -87,6 +102,12 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class DecoderOutput:
+    hidden: Tensor  # [T, hidden], after the last norm
+    features: Tensor  # [T, taps * hidden], the outputs of the tapped layers side by side
+
+
 class Decoder(nn.Module):
     """Token rows in, final hidden states out; logits only for the rows that are asked for."""
 
@@ -101,16 +122,29 @@ class Decoder(nn.Module):
         self.inv_freq: Tensor  # [head_dim / 2] float32, whatever the dtype of the weights
         self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
 
-    def forward(self, inputs: ForwardInputs, kv: KVCache) -> Tensor:
-        """Compute the T rows of a step, writing their K/V. Returns hidden states [T, hidden]."""
-        x = self.embed_tokens(inputs.token_ids)
+    def forward(
+        self, token_ids: Tensor, inputs: ForwardInputs, kv: KVCache, taps: Sequence[int] = ()
+    ) -> DecoderOutput:
+        """Compute the T rows of a step, writing their K/V.
+
+        token_ids: [T] int64; taps: layers whose outputs are wanted, from 0.
+        """
+        x = self.embed_tokens(token_ids)
         turn = rotation(inputs.positions, self.inv_freq, x.dtype)
+        outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             x = layer(x, inputs, turn, kv.layer(index))
-        return self.norm(x)  # type: ignore[no-any-return]
+            if index in taps:
+                outputs[index] = x
+        features = [outputs[index] for index in taps] or [x[:, :0]]
+        return DecoderOutput(self.norm(x), torch.cat(features, dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [L, hidden], rows of `forward`'s result. Returns [L, vocab_size] float32."""
+        return functional.linear(hidden, self.head_weight).float()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab_size, hidden]"""
         tied = self.config.tie_word_embeddings
-        weight = self.embed_tokens.weight if tied else self.lm_head.weight
-        return functional.linear(hidden, weight).float()
+        return self.embed_tokens.weight if tied else self.lm_head.weight

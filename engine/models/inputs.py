@@ -1,4 +1,4 @@
-"""What a model's forward pass takes."""
+"""What a model's forward pass takes besides its input rows."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,8 @@ from adaflash.kernels.attention import AttentionPlan
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The T token rows of one step, ragged over requests, on the model's device."""
+    """The T token rows of one pass, ragged over requests, on the model's device."""
 
-    token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, absolute
     slots: Tensor  # [T] int64, where each row's K/V goes: page * page_size + offset
     attention: AttentionPlan

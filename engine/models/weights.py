@@ -1,20 +1,31 @@
-"""From a checkpoint to a decoder, with every tensor accounted for."""
+"""From a checkpoint to a decoder or a drafter, with every tensor accounted for."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from adaflash.engine.errors import CheckpointError
-from adaflash.engine.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from adaflash.engine.models.checkpoint import (
+    Checkpoint,
+    SafetensorsCheckpoint,
+    SafetensorsFolder,
+    Tensors,
+    read_json,
+)
 from adaflash.engine.models.config import ModelConfig
 from adaflash.engine.models.decoder import Decoder
+from adaflash.engine.models.drafter import Drafter
+from adaflash.engine.models.drafter_config import drafter_config
 from adaflash.engine.models.gguf_checkpoint import GgufCheckpoint
+from adaflash.engine.models.heads import SurvivalHead, ThresholdHead
 from adaflash.engine.models.rope import inverse_frequencies
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOKEN_IDS = "draft_token_ids"  # of a reduced draft vocabulary
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the config says anyway
 
 
@@ -22,7 +33,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the config 
 class Source:
     """A checkpoint tensor and the rows of a parameter that it fills."""
 
-    name: str  # Hugging Face's
+    name: str
     num_rows: int
 
 
@@ -46,54 +57,124 @@ def decoder_from(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         decoder = Decoder(checkpoint.config)
     inv_freq = inverse_frequencies(checkpoint.config).to(device)
     sources = {
-        name: list(sources_of(name, checkpoint.config)) for name, _ in decoder.named_parameters()
+        name: sources_of(name, parameter, checkpoint.config, prefix="model.")
+        for name, parameter in decoder.named_parameters()
     }
-    _account(checkpoint, {source.name for parts in sources.values() for source in parts})
-    for name, parameter in list(decoder.named_parameters()):
-        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
-        _fill(filled, sources[name], checkpoint)
-        _set_parameter(decoder, name, filled)
+    _account(_names_without_doubles(checkpoint), sources)
+    fill_parameters(decoder, sources, checkpoint, dtype, device)
     decoder.inv_freq = inv_freq
     return decoder.eval()
 
 
-def sources_of(parameter: str, config: ModelConfig) -> Iterator[Source]:
+def load_drafter(
+    path: Path, target: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Drafter:
+    """The drafter in the folder `path`, which must have been made for `target`.
+
+    Raises CheckpointError.
+    """
+    tensors = SafetensorsFolder(path)
+    names = tensors.names()
+    if "fc.weight" not in names:
+        raise CheckpointError(f"{path} has no fc.weight: this is no DFlash or AdaFlash drafter")
+    num_inputs = tensors.tensor("fc.weight").shape[-1]
+    config = drafter_config(read_json(path / "config.json"), num_inputs // target.hidden_size)
+    config.check_target(target)
+    # Qwen3's layers have norms of q and k, a Llama target's need not: the checkpoint decides.
+    has_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+    config = replace(config, layers=replace(config.layers, qk_norm=has_norm))
+    with torch.device("meta"):
+        drafter = Drafter(config)
+        _add_heads(drafter, tensors)
+    inv_freq = inverse_frequencies(config.layers).to(device)
+    sources = {
+        name: sources_of(name, parameter, config.layers, prefix="")
+        for name, parameter in drafter.named_parameters()
+    }
+    _account(names - {TOKEN_IDS}, sources)
+    fill_parameters(drafter, sources, tensors, dtype, device)
+    for head in (drafter.thresh_head_two_model, drafter.survival_head):
+        if head is not None:
+            head.float()  # small, and its sums are long
+    drafter.inv_freq = inv_freq
+    if TOKEN_IDS in names:
+        drafter.token_ids = _draft_vocabulary(tensors.tensor(TOKEN_IDS), target).to(device)
+    return drafter.eval()
+
+
+def _add_heads(drafter: Drafter, tensors: Tensors) -> None:
+    """The length heads that the checkpoint has."""
+    size, block_size = drafter.config.layers.hidden_size, drafter.config.block_size
+    for name, kind in (("thresh_head_two_model", ThresholdHead), ("survival_head", SurvivalHead)):
+        if f"{name}.down.weight" in tensors.names():
+            inner_size = tensors.tensor(f"{name}.down.weight").shape[0]
+            setattr(drafter, name, kind(size, inner_size, block_size))
+
+
+def _draft_vocabulary(token_ids: Tensor, target: ModelConfig) -> Tensor:
+    """Check the list of tokens that the drafter can propose. Returns [N] int64, ascending."""
+    ids = token_ids.to(torch.int64).flatten()
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+        raise CheckpointError(
+            f"{TOKEN_IDS} must hold token ids of the target's vocabulary of {target.vocab_size}"
+        )
+    ascending = ids.sort().values
+    if bool((ascending.diff() == 0).any()):
+        raise CheckpointError(f"{TOKEN_IDS} holds a token twice")
+    return ascending
+
+
+def sources_of(name: str, parameter: Tensor, config: ModelConfig, *, prefix: str) -> list[Source]:
     """Where a parameter's rows come from; fused ones come from several tensors."""
-    head_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     inner = config.intermediate_size
     fused = {
-        "qkv_proj": (("q_proj", head_rows[0]), ("k_proj", head_rows[1]), ("v_proj", head_rows[1])),
+        "qkv_proj": (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)),
         "gate_up_proj": (("gate_proj", inner), ("up_proj", inner)),
     }
-    prefix = "" if parameter.startswith("lm_head") else "model."
-    module = parameter.split(".")[-2]
-    for part, num_rows in fused.get(module, ()):
-        yield Source(prefix + parameter.replace(module, part), num_rows)
+    stored = name if name.startswith("lm_head") else prefix + name
+    module = name.split(".")[-2] if "." in name else name
     if module not in fused:
-        yield Source(prefix + parameter, _num_rows(module, config))
+        return [Source(stored, parameter.shape[0])]
+    return [Source(stored.replace(module, part), num_rows) for part, num_rows in fused[module]]
 
 
-def _num_rows(module: str, config: ModelConfig) -> int:
-    if module in ("embed_tokens", "lm_head"):
-        return config.vocab_size
-    return config.head_dim if module in ("q_norm", "k_norm") else config.hidden_size
-
-
-def _account(checkpoint: Checkpoint, wanted: set[str]) -> None:
-    """Every tensor that is wanted is there, and every one that is there is wanted."""
-    present = {name for name in checkpoint.names() if not name.endswith(IGNORED_SUFFIX)}
-    if checkpoint.config.tie_word_embeddings and {HEAD, EMBEDDING} <= present:
+def _names_without_doubles(checkpoint: Checkpoint) -> set[str]:
+    """Names of the tensors that must have a use."""
+    names = {name for name in checkpoint.names() if not name.endswith(IGNORED_SUFFIX)}
+    if checkpoint.config.tie_word_embeddings and {HEAD, EMBEDDING} <= names:
         # Some tied checkpoints store their head all the same.
         if not torch.equal(checkpoint.tensor(HEAD), checkpoint.tensor(EMBEDDING)):
             raise CheckpointError(
                 f"{HEAD} differs from {EMBEDDING}, but the config ties them: correct "
                 "tie_word_embeddings"
             )
-        present.discard(HEAD)
+        names.discard(HEAD)
+    return names
+
+
+def _account(present: AbstractSet[str], sources: Mapping[str, list[Source]]) -> None:
+    """Every tensor that is wanted is there, and every one that is there is wanted."""
+    wanted = {source.name for parts in sources.values() for source in parts}
     if missing := sorted(wanted - present):
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
     if left_over := sorted(present - wanted):
         raise CheckpointError(f"the checkpoint has tensors of no known use: {_listed(left_over)}")
+
+
+def fill_parameters(
+    module: nn.Module,
+    sources: Mapping[str, list[Source]],
+    tensors: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Replace every parameter of `module` (on the meta device) by what is stored for it."""
+    for name, parameter in list(module.named_parameters()):
+        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
+        _fill(filled, sources[name], tensors)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=False))
 
 
 def _listed(names: list[str]) -> str:
@@ -101,11 +182,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _fill(target: Tensor, sources: list[Source], checkpoint: Checkpoint) -> None:
+def _fill(target: Tensor, sources: list[Source], tensors: Tensors) -> None:
     start = 0
     for source in sources:
         rows = target[start : start + source.num_rows]
-        tensor = checkpoint.tensor(source.name)
+        tensor = tensors.tensor(source.name)
         if tensor.shape != rows.shape:
             raise CheckpointError(
                 f"{source.name} has shape {tuple(tensor.shape)}, but the config asks for "
@@ -113,8 +194,3 @@ def _fill(target: Tensor, sources: list[Source], checkpoint: Checkpoint) -> None
             )
         rows.copy_(tensor)
         start += source.num_rows
-
-
-def _set_parameter(decoder: Decoder, name: str, value: Tensor) -> None:
-    module, _, leaf = name.rpartition(".")
-    setattr(decoder.get_submodule(module), leaf, nn.Parameter(value, requires_grad=False))

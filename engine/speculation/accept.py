@@ -5,20 +5,12 @@ there, given that all drafts before it were right; so a draft is accepted while 
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
-
-ChoiceT = TypeVar("ChoiceT")
 
 
-def accept(
-    choices: Sequence[ChoiceT], choice_ids: Sequence[int], drafts: Sequence[int]
-) -> Sequence[ChoiceT]:
-    """The choices to emit: those after accepted drafts, and the one that ends the run.
-
-    `choices[j]` (token `choice_ids[j]`) was made after the first j drafts.
-    """
-    assert len(choices) == len(choice_ids) == len(drafts) + 1
+def count_accepted(choice_ids: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many leading drafts to keep. `choice_ids[j]` was chosen after the first j drafts."""
+    assert len(choice_ids) == len(drafts) + 1
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == choice_ids[accepted]:
         accepted += 1
-    return choices[: accepted + 1]
+    return accepted

@@ -168,6 +168,22 @@ def test_a_prefix_hit_shows_in_the_usage(client: OpenAI) -> None:
         assert cached < usage.prompt_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_report_of_drafts_adds_up_to_the_usage(client: OpenAI, stream: bool) -> None:
+    extra = {"ignore_eos": True, "return_speculation": True}
+    if stream:
+        chunks = client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=12, stream=True, extra_body=extra
+        )
+        extras = [choice.model_extra for chunk in chunks for choice in chunk.choices]
+    else:
+        extras = [choice.model_extra for choice in chat(client, extra_body=extra).choices]
+    (report,) = [extra["adaflash"] for extra in extras if extra and "adaflash" in extra]
+    steps = len(report["accepted"])
+    assert len(report["verify_lengths"]) == steps
+    assert 1 + steps + sum(report["accepted"]) == 12  # one token comes from the prompt's step
+
+
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "adaflash"

@@ -2,7 +2,14 @@
 
 import torch
 
-from adaflash.engine.batch_inputs import VerifyRow, build_inputs, layout_of, logit_rows
+from adaflash.engine.batch_inputs import (
+    Paging,
+    Span,
+    VerifyRow,
+    build_inputs,
+    layout_of,
+    logit_rows,
+)
 from adaflash.engine.types import Request, Row, RowKind, SamplingParams, Sequence
 from adaflash.kernels.reference_attention import ReferenceAttention
 
@@ -22,12 +29,14 @@ def test_a_mixed_batch() -> None:
         VerifyRow(Row(chunk, 1, 3, RowKind.PREFILL)),  # stops short of the end: no logits
         VerifyRow(Row(decode, 4, 1, RowKind.VERIFY), drafts=(30, 31)),
     ]
-    inputs = build_inputs(rows, ReferenceAttention(), 4, CPU)
-    assert inputs.token_ids.tolist() == [11, 12, 13, 24, 30, 31]
+    assert [row.token_ids for row in rows] == [[11, 12, 13], [24, 30, 31]]
+    spans = [row.span for row in rows]
+    assert spans == [Span(chunk, 1, 3), Span(decode, 4, 3)]
+    inputs = build_inputs(spans, Paging(ReferenceAttention(), 4, CPU), causal=True)
     assert inputs.positions.tolist() == [1, 2, 3, 4, 5, 6]
     assert inputs.slots.tolist() == [29, 30, 31, 0, 1, 2]
     assert logit_rows(rows) == [3, 4, 5]
-    layout = layout_of(rows, 4, CPU)
+    layout = layout_of(spans, 4, CPU)
     assert layout.qo_indptr.tolist() == [0, 3, 6]
     assert layout.kv_indptr.tolist() == [0, 1, 3]
     assert layout.kv_indices.tolist() == [7, 4, 0]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaflash.engine.types import FinishReason, SamplingParams
-from tests.engine.toy import EOS, VOCAB, drain, request, run, text, toy_engine, toy_logits
+from tests.engine.toy import EOS, VOCAB, ToySize, drain, request, run, text, toy_engine, toy_logits
 
 GREEDY = SamplingParams(seed=0, max_tokens=12, temperature=0.0)
 
@@ -44,7 +44,7 @@ def test_neighbours_chunks_hits_and_preemption_change_no_token(
         )
         for index, prompt in enumerate(prompts)
     ]
-    together = run(toy_engine(num_pages=num_pages), requests)
+    together = run(toy_engine(ToySize(num_pages=num_pages)), requests)
     for item in requests:
         alone = run(toy_engine(), [item])[item.request_id]
         assert text(together[item.request_id]) == text(alone)
@@ -69,7 +69,7 @@ def test_neighbours_chunks_hits_and_preemption_change_no_token(
 def test_finish_reasons(
     sampling: SamplingParams, reason: str, stop_token_id: int | None, length: int
 ) -> None:
-    deltas = run(toy_engine(max_model_len=30), [request("a", [1] * 10, sampling)])["a"]
+    deltas = run(toy_engine(ToySize(max_model_len=30)), [request("a", [1] * 10, sampling)])["a"]
     assert deltas[-1].finish_reason == reason
     assert deltas[-1].stop_token_id == stop_token_id
     assert len(text(deltas)) == length
@@ -153,7 +153,7 @@ def test_penalties_by_hand(penalties: dict[str, float]) -> None:
 
 
 def test_abort_ends_a_request_wherever_it_is() -> None:
-    engine = toy_engine(seqs=1)
+    engine = toy_engine(ToySize(seqs=1))
     engine.add(request("running", [1] * 5, GREEDY))
     engine.add(request("waiting", [2] * 5, GREEDY))
     engine.step()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaflash.engine.build import CacheSize, assemble
+from adaflash.engine.build import CacheSize, Models, assemble
 from adaflash.engine.config import EngineConfig
 from adaflash.engine.devices import choose_device
 from adaflash.engine.engine import Engine
@@ -33,7 +33,7 @@ def engine(model: Path, *, num_pages: int, prefix_cache: bool = True) -> Engine:
     device = choose_device(config)
     decoder = load_decoder(model, torch.float32, device.device)
     size = CacheSize(num_pages, max_model_len=num_pages * config.page_size)
-    return assemble(config, decoder, device, size, ReferenceAttention())
+    return assemble(config, Models(decoder, None, device, ReferenceAttention()), size)
 
 
 def requests(temperature: float) -> list[Request]:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,11 @@ from adaflash.engine.messages import StepReport, TokenDelta
 from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.speculation.budget import Budget
+from adaflash.engine.speculation.policies import plain_budget
+from adaflash.engine.speculation.step import DraftSource, StepParts
 from adaflash.engine.stopping import ModelLimits
+from adaflash.engine.target import Verified
 from adaflash.engine.types import Request, SamplingParams
 
 VOCAB = 32
@@ -26,25 +31,50 @@ def toy_logits(text: Many[int]) -> Tensor:
 
 
 class ToyTarget:
-    """See Target."""
+    """See Target. Counts its passes and the tokens of each."""
 
-    def verify(self, rows: Many[VerifyRow]) -> Tensor:
+    def __init__(self) -> None:
+        self.tokens_of_passes: list[int] = []
+
+    def verify(self, rows: Many[VerifyRow]) -> Verified:
+        self.tokens_of_passes.append(sum(row.num_tokens for row in rows))
         wanted = []
         for row in rows:
             known = row.row.sequence.token_ids
             wanted += [toy_logits(known + list(row.drafts[:n])) for n in range(row.num_logits)]
-        return torch.stack(wanted) if wanted else torch.empty(0, VOCAB)
+        logits = torch.stack(wanted) if wanted else torch.empty(0, VOCAB)
+        empty = torch.empty(0)
+        return Verified(logits, empty, empty, empty)
+
+
+@dataclass(frozen=True)
+class ToySize:
+    num_pages: int = 64
+    seqs: int = 8
+    tokens: int = 16
+    max_model_len: int = 100
+    draft_slots: int = 0
 
 
 def toy_engine(
-    *, num_pages: int = 64, seqs: int = 8, tokens: int = 16, max_model_len: int = 100
+    size: ToySize = ToySize(),
+    *,
+    target: ToyTarget | None = None,
+    drafter: DraftSource | None = None,
+    budget: Budget | None = None,
 ) -> Engine:
-    pool = PagePool(num_pages, page_size=4)
-    scheduler = Scheduler(pool, max_num_seqs=seqs, max_batched_tokens=tokens, prefix_cache=True)
-    eos = frozenset({EOS})
-    return Engine(
-        pool, scheduler, ToyTarget(), Sampler(VOCAB, eos), ModelLimits(VOCAB, eos, max_model_len)
+    pool = PagePool(size.num_pages, page_size=4)
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=size.seqs,
+        max_batched_tokens=size.tokens,
+        prefix_cache=True,
+        draft_slots=size.draft_slots,
     )
+    limits = ModelLimits(VOCAB, frozenset({EOS}), size.max_model_len)
+    sampler = Sampler(VOCAB, limits.eos_token_ids)
+    parts = StepParts(target or ToyTarget(), sampler, budget or plain_budget(limits), drafter)
+    return Engine(pool, scheduler, parts, limits)
 
 
 def request(name: str, prompt: list[int], sampling: SamplingParams) -> Request:

@@ -97,6 +97,8 @@ def refuse(path: str, content: str | bytes) -> dict[str, str | None]:
         ("min_tokens", "99"),
         ("priority", '"high"'),
         ("stream", '"yes"'),
+        ("return_speculation", '"yes"'),
+        ("return_speculation", "1"),
         ("stream_options", "[]"),
         ("response_format", '{"type": "json_object"}'),
         ("tools", '[{"type": "function"}]'),
@@ -235,7 +237,10 @@ def test_a_tiny_temperature_is_greedy() -> None:
 
 
 def test_null_means_left_out() -> None:
-    names = ("temperature", "top_p", "max_tokens", "n", "stop", "seed", "tools", "logit_bias")
+    names = (
+        *("temperature", "top_p", "max_tokens", "n", "stop", "seed", "tools", "logit_bias"),
+        "return_speculation",
+    )
     bad, _ = post(CHAT, json.dumps({"messages": HELLO, **dict.fromkeys(names)}))
     assert bad.status_code == 200
 

@@ -3,10 +3,11 @@
 import json
 import shlex
 
+import msgspec
 import pytest
 from pydantic import SecretStr
 
-from adaflash.engine.messages import EngineFacts
+from adaflash.engine.messages import EngineFacts, SpeculationFacts
 from adaflash.server.banner import Address, describe_server
 from adaflash.server.settings import ServerSettings
 
@@ -37,6 +38,36 @@ def test_it_says_where_what_and_how_much() -> None:
     ):
         assert part in text
     assert "hush" not in text
+
+
+@pytest.mark.parametrize(
+    ("speculation", "row"),
+    [
+        (SpeculationFacts(policy="off"), "off"),
+        (
+            SpeculationFacts(policy="off", why_off="no drafter; give one with --drafter"),
+            "off: no drafter; give one with --drafter",
+        ),
+        (
+            SpeculationFacts(
+                policy="goodput",
+                drafter="D",
+                head="survival",
+                block_size=16,
+                widths=[4, 8, 16],
+            ),
+            "goodput: drafter D (blocks of 16, widths 4, 8, 16), head: survival",
+        ),
+        (
+            SpeculationFacts(policy="fixed:7", drafter="D", block_size=8),
+            "fixed:7: drafter D (blocks of 8)",
+        ),
+    ],
+)
+def test_it_says_how_drafts_are_made_or_why_not(speculation: SpeculationFacts, row: str) -> None:
+    facts = msgspec.structs.replace(FACTS, speculation=speculation)
+    text = describe_server(Address("127.0.0.1", 80), "m", ServerSettings(), facts)
+    assert f"  speculation  {row}\n" in text
 
 
 def test_the_curl_can_be_pasted() -> None:

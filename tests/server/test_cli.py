@@ -60,6 +60,8 @@ def test_serve_help_explains_every_setting() -> None:
         (["serve", "--max-num", "1"], "unknown argument --max-num"),
         (["serve", "a-model", "another"], "unknown argument another"),
         (["serve", "--port", "x"], "--port: input should be a valid integer"),
+        (["serve", "--speculation", "fast"], "error: --speculation: speculation must be off, "),
+        (["serve", "--threshold-ema", "2"], "--threshold-ema: input should be less than or equal"),
         (["serve", "--api-key"], "argument --api-key: expected one argument"),
         (["serve", "--config", "absent.yaml"], "cannot read the settings in absent.yaml"),
         (["pull", "--port", "1"], "unknown argument --port"),
@@ -83,6 +85,28 @@ def test_pull_prints_the_path_alone(tmp_path: Path) -> None:
     model.touch()
     outcome = adaflash("pull", str(model))
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, f"{model}\n", "")
+
+
+def test_pull_prints_the_drafter_s_folder_second(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    outcome = adaflash("pull", str(tmp_path / "model.gguf"), "--drafter", str(drafter))
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert outcome.stdout == f"{tmp_path / 'model.gguf'}\n{drafter}\n"
+
+
+@pytest.mark.parametrize("command", ["pull", "serve"])
+def test_an_unknown_drafter_is_one_line_and_code_1(command: str, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    argv = (command, str(model), "--drafter", "no-such-drafter")
+    outcome = adaflash(*argv, *(["--port", "0"] if command == "serve" else []))
+    assert outcome.returncode == 1
+    assert outcome.stderr == (
+        "adaflash: error: the drafter 'no-such-drafter' was not found: give the folder of a "
+        "drafter's checkpoint, a hub id (org/name), or none\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["pull", "serve"])

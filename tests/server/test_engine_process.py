@@ -60,7 +60,7 @@ def run(
 
     async def inside() -> None:
         engine = EngineProcess(
-            config, observer, max_queued_requests=2, environment=dict(os.environ)
+            config, [observer], max_queued_requests=2, environment=dict(os.environ)
         )
         await engine.start()
         try:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from adaflash.engine.config import DTYPES, EngineConfig
+from adaflash.engine.config import DTYPES, EngineConfig, Policy, SpeculationConfig
 from adaflash.engine.errors import ConfigError
 from adaflash.server.settings import ServerSettings, load_settings
 
@@ -28,7 +28,9 @@ def config_file(tmp_path: Path) -> Path:
 def test_defaults_are_the_engine_s() -> None:
     """Both classes state them, each for its own readers."""
     settings = load_settings({})
-    assert settings.engine_config(Path("m")) == EngineConfig(model_path="m")
+    cost_dir = str(settings.model_cache_dir / "costs")
+    config = EngineConfig(model_path="m", cost_dir=cost_dir)
+    assert settings.engine_config(Path("m"), None) == config
     assert get_args(ServerSettings.model_fields["dtype"].annotation) == DTYPES
     assert settings.changed() == {}
 
@@ -81,10 +83,48 @@ def test_every_engine_setting_arrives() -> None:
         page_size=8,
         prefix_cache=False,
         num_threads=2,
+        drafter_path="d",
+        speculation=SpeculationConfig(
+            policy=Policy.FIXED,
+            fixed_length=7,
+            threshold_rate=1.5,
+            threshold_min=2,
+            threshold_ema=0.5,
+            probe_every=9,
+            full_width_every=11,
+        ),
+        cost_dir="/somewhere/costs",
     )
-    flags = {name: getattr(config, name) for name in config.__struct_fields__}
-    del flags["model_path"]
-    assert load_settings(flags).engine_config(Path("m")) == config
+    speculation = config.speculation
+    own = ("model_path", "drafter_path", "speculation", "cost_dir")
+    flags = {name: getattr(config, name) for name in config.__struct_fields__ if name not in own}
+    flags |= {name: getattr(speculation, name) for name in speculation.__struct_fields__[2:]}
+    flags |= {"speculation": "fixed:7", "model_cache_dir": "/somewhere"}
+    assert load_settings(flags).engine_config(Path("m"), Path("d")) == config
+
+
+@pytest.mark.parametrize(
+    ("word", "policy"),
+    [("off", Policy.OFF), ("threshold", Policy.THRESHOLD), ("goodput", Policy.GOODPUT)],
+)
+def test_every_policy_can_be_had_from_every_source(
+    word: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """YAML reads a bare `off` as false."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"speculation: {word}")
+    flags: list[dict[str, object]] = [{"speculation": word}, {"config": str(path)}]
+    for given in flags:
+        config = load_settings(given).engine_config(Path("m"), None)
+        assert config.speculation.policy is policy
+    monkeypatch.setenv("ADAFLASH_SPECULATION", word)
+    assert load_settings({}).speculation == word
+
+
+def test_a_drafter_is_of_use_unless_speculation_is_off() -> None:
+    assert load_settings({"drafter": "d"}).speculates
+    assert not load_settings({"drafter": "d", "speculation": "off"}).speculates
+    assert not load_settings({}).speculates
 
 
 def test_secrets_are_not_shown() -> None:
@@ -109,6 +149,8 @@ def test_unknown_variables_are_refused(name: str, monkeypatch: pytest.MonkeyPatc
         ("- port", "must be `name: value` lines"),
         ("port: [", "are not YAML"),
         ("port: x", "port in the settings file: input should be a valid integer.* not 'x'"),
+        ("speculation: on", "speculation in the settings file: input should be .*, not True"),
+        ("speculation: fast", "speculation in the settings file: speculation must be .* 'fast'"),
     ],
 )
 def test_bad_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
@@ -138,6 +180,24 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ({"kv_cache_gib": "nan"}, "kv_cache_gib must be a positive number"),
         ({"max_body_mib": "inf"}, "--max-body-mib: input should be a finite number"),
         ({"page_size": "0"}, "page_size must be at least 1"),
+        (
+            {"speculation": "fast"},
+            "^--speculation: speculation must be off, threshold, .* fixed:K .* drafts, not 'fast'$",
+        ),
+        ({"speculation": "fixed"}, "^--speculation: .*, not 'fixed'$"),
+        ({"speculation": "fixed:0"}, "^--speculation: .*, not 'fixed:0'$"),
+        ({"speculation": "fixed:" + "9" * 5000}, "^--speculation: "),
+        ({"speculation": "off:1"}, "^--speculation: .*, not 'off:1'$"),
+        ({"speculation": ""}, "^--speculation: .*, not ''$"),
+        ({"drafter": ""}, "^--drafter: string should have at least 1 character, not ''$"),
+        ({"threshold_rate": "0"}, "^--threshold-rate: input should be greater than 0, not '0'$"),
+        ({"threshold_rate": "inf"}, "^--threshold-rate: input should be a finite number"),
+        ({"threshold_min": "0"}, "^--threshold-min: input should be greater than or equal to 1"),
+        ({"threshold_ema": "0"}, "^--threshold-ema: input should be greater than 0"),
+        ({"threshold_ema": "1.5"}, "^--threshold-ema: input should be less than or equal to 1"),
+        ({"threshold_ema": "nan"}, "^--threshold-ema: "),
+        ({"probe_every": "0"}, "^--probe-every: input should be greater than or equal to 1"),
+        ({"full_width_every": "x"}, "^--full-width-every: input should be a valid integer"),
         ({"max_num_seqs": "512"}, r"max_batched_tokens \(256\) must be at least max_num_seqs"),
     ],
 )
@@ -149,6 +209,10 @@ def test_bad_values_are_refused(flags: dict[str, object], message: str) -> None:
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAFLASH_DRAIN_TIMEOUT_S", "-1")
     with pytest.raises(ConfigError, match=r"^ADAFLASH_DRAIN_TIMEOUT_S: input should be greater"):
+        load_settings({})
+    monkeypatch.delenv("ADAFLASH_DRAIN_TIMEOUT_S")
+    monkeypatch.setenv("ADAFLASH_SPECULATION", "fixed:x")
+    with pytest.raises(ConfigError, match=r"^ADAFLASH_SPECULATION: .*, not 'fixed:x'$"):
         load_settings({})
 
 

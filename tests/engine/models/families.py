@@ -78,7 +78,6 @@ class PagedRun:
     """Feeds tokens of several sequences through a decoder, on scattered pages."""
 
     def __init__(self, decoder: Decoder, num_sequences: int) -> None:
-        config = decoder.config
         self._decoder = decoder
         self._num_pages = 16  # of each sequence
         order = torch.randperm(
@@ -87,11 +86,9 @@ class PagedRun:
         self._pages = order.view(num_sequences, self._num_pages)
         self._lengths = [0] * num_sequences
         self._kv = KVCache(
-            num_layers=config.num_layers,
+            decoder.config,
             num_pages=len(order),
             page_size=PAGE_SIZE,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             dtype=torch.float32,
             device=CPU,
         )
@@ -111,12 +108,12 @@ class PagedRun:
             for pages, position in zip(self._pages, positions, strict=True)
         ]
         inputs = ForwardInputs(
-            torch.cat(pieces),
             torch.cat(positions),
             torch.cat(slots),
             ReferenceAttention().plan(self._layout(pieces), causal=True),
         )
-        logits = self._decoder.logits(self._decoder(inputs, self._kv))
+        output = self._decoder(torch.cat(pieces), inputs, self._kv)
+        logits = self._decoder.logits(output.hidden)
         return list(torch.split(logits, [len(piece) for piece in pieces]))
 
     def _layout(self, pieces: list[Tensor]) -> PagedLayout:

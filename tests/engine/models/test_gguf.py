@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adaflash.engine.build import assemble, size_cache
+from adaflash.engine.build import Models, assemble, size_cache
 from adaflash.engine.catalog import DEFAULT_MODEL, locate
 from adaflash.engine.config import EngineConfig
 from adaflash.engine.devices import choose_device
@@ -244,11 +244,11 @@ def greedy_texts(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[
     """64 tokens after each prompt, from the whole engine."""
     config = EngineConfig(model_path="", dtype="float32", kv_cache_gib=0.2, max_model_len=512)
     device = choose_device(config)
-    size = size_cache(config, checkpoint.config, device)
     decoder = decoder_from(checkpoint, torch.float32, CPU)
+    models = Models(decoder, None, device, ReferenceAttention())
     sampling = SamplingParams(seed=0, max_tokens=64, temperature=0, ignore_eos=True)
     requests = [request(f"{index}", ids, sampling) for index, ids in enumerate(prompts)]
-    deltas = run(assemble(config, decoder, device, size, ReferenceAttention()), requests)
+    deltas = run(assemble(config, models, size_cache(config, models)), requests)
     texts = [text(deltas[item.request_id]) for item in requests]
     assert [len(ids) for ids in texts] == [64] * len(prompts)
     return texts

@@ -1,0 +1,198 @@
+"""How many drafts of each request a step verifies. No torch.
+
+The joint optimum of `goodput`: of all drafts in the batch the most likely to survive go first (a
+draft never survives its predecessor, so what is taken of a block is always a prefix), and their
+number is the one with the most expected tokens per second. It is the best over all numbers, not the
+first local one, because real costs are staircases.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from adaflash.engine.messages import NoDraft, SpeculationStats
+from adaflash.engine.speculation.calibration import Calibration, Floats, Ints
+from adaflash.engine.speculation.costs import CostModel, StepWork
+from adaflash.engine.stopping import ModelLimits, tokens_left
+from adaflash.engine.types import Row, StepPlan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A length head's opinion of R blocks with J drafts each."""
+
+    conditional: Floats  # [R, J], P(draft accepted | all before it were)
+    ratio: Floats  # [R], expected share of a whole block, the newest known token included
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step has to do anyway, and what it could draft besides."""
+
+    rows: tuple[Row, ...]  # the decoding ones
+    caps: tuple[int, ...]  # drafts that each of them could use
+    num_tokens: int  # that the target computes without drafts, prefill included
+    room: int  # drafts that the step's token limit allows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def context_tokens(self) -> int:
+        return context_of(self.rows)
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.num_tokens > len(self.rows)
+
+    def candidates(self, width: int) -> list[int]:
+        """Indices of the rows that have the slots for a block of `width`, and a use for it."""
+        return [
+            index
+            for index, (row, cap) in enumerate(zip(self.rows, self.caps, strict=True))
+            if cap > 0 and row.draft_slots >= width - 1
+        ]
+
+
+def load_of(plan: StepPlan, limits: ModelLimits) -> Load:
+    rows = plan.decoding
+    caps = tuple(min(row.draft_slots, tokens_left(row.sequence, limits) - 1) for row in rows)
+    return Load(rows, caps, plan.num_tokens, plan.draft_room)
+
+
+def context_of(rows: Many[Row]) -> int:
+    """Tokens of context that the rows read together."""
+    return sum(row.start + row.num_tokens for row in rows)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows to draft in a step, and how wide. Width 0: none, and why."""
+
+    load: Load
+    rows: tuple[Row, ...] = ()
+    caps: tuple[int, ...] = ()
+    width: int = 0
+    no_draft: NoDraft | None = None
+    is_probe: bool = False
+    num_whole: int = 0  # the first so many rows are verified whole, for calibration
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What is to be verified of the drafted blocks."""
+
+    lengths: Ints  # [R]
+    estimate: Estimate
+    survival: Floats  # [R, J], the estimate calibrated
+
+
+class LengthPolicy(Protocol):
+    """A rule of the table in speculation/policies.py."""
+
+    name: str
+    is_paying: bool  # whether drafting is thought to pay
+
+    def order(self, load: Load) -> Order:
+        """What to draft, before anything is known of the blocks."""
+        ...
+
+    def lengths(self, order: Order, estimate: Estimate, survival: Floats) -> Ints:
+        """Drafts to verify of each block [R]; the budget fits them into caps and room."""
+        ...
+
+
+class Budget:
+    """Orders blocks, allots verification, and learns from the outcome."""
+
+    def __init__(
+        self,
+        policy: LengthPolicy,
+        limits: ModelLimits,
+        calibration: Calibration,
+        costs: CostModel | None = None,
+    ) -> None:
+        self._policy = policy
+        self._limits = limits
+        self._calibration = calibration
+        self._costs = costs
+        self.expected_drafts = 0  # of the next step, going by the last
+
+    def order(self, plan: StepPlan) -> Order:
+        return self._policy.order(load_of(plan, self._limits))
+
+    def allot(self, order: Order, estimate: Estimate) -> Allotment:
+        survival = self._calibration.survival(estimate.conditional)
+        lengths = self._policy.lengths(order, estimate, survival)
+        lengths[: order.num_whole] = order.width
+        return Allotment(fit(lengths, order.caps, order.load.room), estimate, survival)
+
+    def learn(
+        self, order: Order, allotment: Allotment | None, accepted: Many[int], work: StepWork
+    ) -> SpeculationStats:
+        """Take in what a step showed: drafts accepted of each block, and times."""
+        self.expected_drafts = work.num_drafts
+        predicted: list[float] = []
+        if allotment is not None:
+            verified = usable(allotment.survival, allotment.lengths)
+            predicted = verified.sum(axis=0).tolist()
+            self._calibration.learn(
+                allotment.estimate.conditional, allotment.lengths, np.array(accepted)
+            )
+        predicted_s = 0.0
+        # Prefill chunks cost by their context too, which the model does not know.
+        if self._costs is not None and not order.load.has_prefill:
+            predicted_s = self._costs.seconds(work)
+            self._costs.learn(work)
+        return SpeculationStats(
+            width=order.width,
+            no_draft=order.no_draft,
+            is_probe=order.is_probe,
+            is_full_width=order.num_whole > 0,
+            is_paying=self._policy.is_paying,
+            predicted_accepted=predicted,
+            predicted_s=predicted_s,
+            observed_s=work.seconds if predicted_s else 0.0,
+        )
+
+
+def best_prefixes(
+    survival: Floats, room: int, *, num_rows: int, cost_s: Callable[[Ints], Floats]
+) -> tuple[Ints, float]:
+    """Lengths [R] with the most tokens per second, and that rate.
+
+    survival: [R, J], falling along J; 0 where a draft cannot be used. num_rows: rows that emit a
+    token anyway. cost_s: seconds of the step with so many drafts, for an array of numbers.
+    """
+    flat = survival.ravel()
+    # Stable: of equals within a row the earlier position goes first.
+    ranked = np.argsort(-flat, kind="stable")[:room]
+    ranked = ranked[flat[ranked] > 0]
+    tokens = num_rows + np.concatenate(([0.0], np.cumsum(flat[ranked])))
+    rates = tokens / np.maximum(cost_s(np.arange(len(tokens))), 1e-9)
+    best = int(np.argmax(rates))
+    width = max(1, survival.shape[1])
+    lengths = np.bincount(ranked[:best] // width, minlength=len(survival))
+    return lengths.astype(np.int64), float(rates[best])
+
+
+def usable(survival: Floats, caps: Many[int] | Ints) -> Floats:
+    """`survival` [R, J] with 0 beyond each row's cap."""
+    position = np.arange(1, survival.shape[1] + 1)
+    return np.where(position <= np.array(caps, dtype=np.int64)[:, None], survival, 0.0)
+
+
+def fit(lengths: Ints, caps: Many[int], room: int) -> Ints:
+    """Lengths within the caps and, together, within the room; the longest are cut first."""
+    wanted = np.minimum(lengths, np.array(caps, dtype=np.int64))
+    level = int(wanted.max(initial=0))
+    while np.minimum(wanted, level).sum() > room:
+        level -= 1
+    fitted = np.minimum(wanted, level)
+    longer = np.flatnonzero(wanted > level)[: room - int(fitted.sum())]
+    fitted[longer] += 1
+    return fitted

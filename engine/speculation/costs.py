@@ -1,0 +1,152 @@
+"""What a step costs, in seconds: measured at start, corrected while serving. No torch.
+
+Real costs are staircases, so each part of a step is a table over its rows, linear in between, plus
+a price per token of context that its attention reads.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FORMAT = 1  # of the file
+CONTEXT_UNIT = 10_000  # tokens; brings the context's price to the size of the others
+RATE = 0.1  # of a correction, by normalised least mean squares (Widrow and Hoff, 1960)
+SPEED_RATE = 0.1  # the machine as a whole gets slower and faster quicker than its shape changes
+MAX_SURPRISE = 2.0  # what took longer than this many times the prediction was disturbed
+
+
+class CostCurve:
+    """Seconds of one kind of pass by its rows, ascending, at least one entry."""
+
+    def __init__(
+        self, rows: list[int], seconds: list[float], per_context_unit: float = 0.0
+    ) -> None:
+        assert len(rows) == len(seconds) > 0
+        assert rows == sorted(set(rows))
+        self.rows: Floats = np.array(rows, dtype=np.float64)
+        self.seconds: Floats = np.array(seconds, dtype=np.float64)
+        self.per_context_unit = per_context_unit
+
+    def at(self, rows: Ints, context_tokens: int = 0) -> Floats:
+        """Seconds, never falling with the rows; 0 for no rows."""
+        height = np.maximum.accumulate(self.seconds)
+        seconds = np.interp(rows, self.rows, height)
+        beyond = rows > self.rows[-1]
+        if beyond.any():
+            per_row = height[-1] / self.rows[-1]
+            seconds = seconds + np.where(beyond, (rows - self.rows[-1]) * per_row, 0)
+        seconds = seconds + self.per_context_unit * context_tokens / CONTEXT_UNIT
+        found: Floats = np.where(rows > 0, seconds, 0.0)
+        return found
+
+    def learn(self, rows: int, context_tokens: int, seconds: float) -> None:
+        """Correct the table around `rows`, and the context's price, towards what was observed."""
+        if rows == 0:
+            return
+        predicted = float(self.at(np.array([rows]), context_tokens)[0])
+        error = float(np.clip(seconds, predicted / MAX_SURPRISE, predicted * MAX_SURPRISE))
+        error -= predicted
+        weights = np.array([np.interp(rows, self.rows, unit) for unit in np.eye(len(self.rows))])
+        context = context_tokens / CONTEXT_UNIT
+        step = RATE * error / (float(weights @ weights) + context**2)
+        self.seconds = np.maximum(self.seconds + step * weights, 1e-7)
+        self.per_context_unit = max(0.0, self.per_context_unit + step * context)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "rows": [int(rows) for rows in self.rows],
+            "seconds": self.seconds.tolist(),
+            "per_context_unit": self.per_context_unit,
+        }
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """How much of everything a step did, and how long its parts took."""
+
+    block_rows: int = 0  # rows that the drafter denoised
+    num_drafts: int = 0
+    num_tokens: int = 0  # that the target computed, drafts included
+    num_choices: int = 0
+    context_tokens: int = 0  # of all rows together
+    block_context_tokens: int = 0  # of the rows that were drafted
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    sample_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_s + self.verify_s + self.sample_s
+
+
+@dataclass
+class CostModel:
+    """The parts of a step. `speed` scales all of them: other programs share the machine."""
+
+    denoise: CostCurve  # by block rows
+    propose: CostCurve  # by drafts: LM head and choice
+    verify: CostCurve  # by tokens of the target's pass
+    choose: CostCurve  # by positions at which the target chooses
+    speed: float = 1.0
+
+    def drafting_s(self, work: StepWork) -> float:
+        denoise = self.denoise.at(np.array([work.block_rows]), work.block_context_tokens)
+        return self.speed * float(denoise[0] + self.propose.at(np.array([work.num_drafts]))[0])
+
+    def seconds(self, work: StepWork) -> float:
+        """Of a step that did this work."""
+        verify = self.verify.at(np.array([work.num_tokens]), work.context_tokens)
+        choose = self.choose.at(np.array([work.num_choices]))
+        return self.drafting_s(work) + self.speed * float(verify[0] + choose[0])
+
+    def learn(self, work: StepWork) -> None:
+        """Correct the model by one step's times."""
+        ratio = work.seconds / max(self.seconds(work), 1e-9)
+        self.speed *= float(np.clip(ratio, 1 / MAX_SURPRISE, MAX_SURPRISE)) ** SPEED_RATE
+        self.verify.learn(work.num_tokens, work.context_tokens, work.verify_s / self.speed)
+        self.choose.learn(work.num_choices, 0, work.sample_s / self.speed)
+        if work.block_rows:
+            # One clock for both halves of drafting: the error is shared by their sizes.
+            share = work.draft_s / max(self.drafting_s(work), 1e-9)
+            rows, context = work.block_rows, work.block_context_tokens
+            denoise_s = float(self.denoise.at(np.array([rows]), context)[0])
+            propose_s = float(self.propose.at(np.array([work.num_drafts]))[0])
+            self.denoise.learn(rows, context, share * denoise_s)
+            self.propose.learn(work.num_drafts, 0, share * propose_s)
+
+    def save(self, path: Path, key: str) -> None:
+        """Write to `path`, whole or not at all. key: of what it was measured on."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, "key": key, "speed": self.speed}
+        curves = {name: getattr(self, name).as_json() for name in CURVES}
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(content | curves, indent=1), encoding="utf-8")
+        scratch.replace(path)
+
+
+CURVES = ("denoise", "propose", "verify", "choose")
+
+
+def load_costs(path: Path, key: str) -> CostModel | None:
+    """What `save` wrote for the same key; None if there is no such file or it is of no use."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["key"] != key:
+            return None
+        curves = {
+            name: CostCurve(
+                [int(rows) for rows in content[name]["rows"]],
+                [float(seconds) for seconds in content[name]["seconds"]],
+                float(content[name]["per_context_unit"]),
+            )
+            for name in CURVES
+        }
+        return CostModel(**curves, speed=float(content["speed"]))
+    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+        return None

@@ -1,0 +1,162 @@
+"""Measures what the parts of a step cost on this machine, before the first request."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from adaflash.engine.batch_inputs import VerifyRow
+from adaflash.engine.pages import PagePool
+from adaflash.engine.sampler import ChoiceRow
+from adaflash.engine.speculation.costs import CONTEXT_UNIT, CostCurve, CostModel
+from adaflash.engine.speculation.step import Block, Chooser, DraftSource, Target
+from adaflash.engine.types import Request, Row, RowKind, SamplingParams, Sequence
+
+GRID = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+ROUNDS = 3  # after one to warm up; the median counts
+CONTEXT = 16  # tokens before the measured ones
+LONG = 1024  # tokens before them when the price of context is measured, if the cache has room
+MANY = 8  # sequences for that
+
+
+@dataclass(frozen=True)
+class MeasureLimits:
+    """How large the steps of this engine can get."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    block_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The real parts of a step, and an idle pool."""
+
+    target: Target
+    chooser: Chooser
+    drafter: DraftSource
+    pool: PagePool
+
+
+def measure_costs(parts: Measured, limits: MeasureLimits) -> CostModel:
+    """Run every part at several sizes."""
+    bench = _Bench(parts, limits)
+    return CostModel(
+        denoise=bench.attending_curve(bench.denoise, limits.block_size * limits.max_num_seqs),
+        propose=bench.plain_curve(bench.propose),
+        verify=bench.attending_curve(bench.verify, limits.max_batched_tokens),
+        choose=bench.plain_curve(bench.choose),
+    )
+
+
+class _Pass(Protocol):
+    """One kind of pass over `count` sequences with `context` tokens each. Returns seconds."""
+
+    def __call__(self, rows: int, context: int, count: int | None = None) -> float: ...
+
+
+class _Bench:
+    """Synthetic rows through the real parts."""
+
+    def __init__(self, parts: Measured, limits: MeasureLimits) -> None:
+        self._target = parts.target
+        self._chooser = parts.chooser
+        self._drafter = parts.drafter
+        self._pool = parts.pool
+        self._limits = limits
+
+    def attending_curve(self, run: _Pass, most: int) -> CostCurve:
+        """Seconds by rows at a short context, and what context adds."""
+        price = self._context_price(run)
+        seconds = {rows: run(rows, CONTEXT) for rows in _grid(most) if self._has_pages(rows)}
+        return CostCurve(list(seconds), list(seconds.values()), price * CONTEXT_UNIT)
+
+    def plain_curve(self, run: Callable[[int], float]) -> CostCurve:
+        grid = _grid(self._limits.max_batched_tokens)
+        return CostCurve(grid, [run(rows) for rows in grid])
+
+    def verify(self, rows: int, context: int, count: int | None = None) -> float:
+        """The target's pass over `rows` tokens, and the drafter's context of them."""
+        count = count or 1
+        with self._sequences(count, context, rows // count) as sequences:
+            drafts = (0,) * (rows // count - 1)
+            plan = [VerifyRow(_row(sequence), drafts) for sequence in sequences]
+            return _timed(lambda: self._drafter.observe(self._target.verify(plan)))
+
+    def denoise(self, rows: int, context: int, count: int | None = None) -> float:
+        """The drafter's pass over `rows` rows in blocks, and the length head."""
+        width = min(max(rows, 2), self._limits.block_size)
+        with self._sequences(count or -(-rows // width), context, width) as sequences:
+            plan = [_row(sequence) for sequence in sequences]
+            return _timed(lambda: self._drafter.estimate(self._drafter.denoise(plan, width)))
+
+    def propose(self, num_drafts: int) -> float:
+        """The draft LM head and the choice of `num_drafts` tokens."""
+        most = self._limits.block_size - 1
+        count = -(-num_drafts // most)
+        lengths = [min(most, num_drafts - most * index) for index in range(count)]
+        with self._sequences(1, CONTEXT, self._limits.block_size) as (sequence,):
+            one = self._drafter.denoise([_row(sequence)], self._limits.block_size)
+            block = Block(one.rows * count, one.hidden.expand(count, -1, -1))
+            return _timed(lambda: self._drafter.propose(block, lengths))
+
+    def choose(self, rows: int) -> float:
+        """The target's choices from `rows` rows of logits."""
+        logits = torch.zeros(rows, self._limits.vocab_size)
+        row = ChoiceRow(_sequence(1, []))
+        return _timed(lambda: self._chooser.choose(logits, [row] * rows))
+
+    def _has_pages(self, rows: int) -> bool:
+        """Whether any kind of pass over `rows` rows fits into the pool."""
+        block_size = self._limits.block_size
+        blocks = -(-rows // block_size) * self._pool.pages_for(CONTEXT + block_size)
+        return max(blocks, self._pool.pages_for(CONTEXT + rows)) <= self._pool.num_available
+
+    def _context_price(self, run: _Pass) -> float:
+        """Seconds per token of context, from a few long sequences against short ones."""
+        count = min(MANY, self._limits.max_num_seqs)
+        long = self._pool.num_available // count * self._pool.page_size
+        long = min(LONG, long) - self._limits.block_size
+        if long <= 2 * CONTEXT:
+            return 0.0
+        difference = run(count, long, count) - run(count, CONTEXT, count)
+        return max(0.0, difference / (count * (long - CONTEXT)))
+
+    @contextmanager
+    def _sequences(self, count: int, context: int, rows: int) -> Iterator[list[Sequence]]:
+        """Sequences with `context` tokens in the cache and slots for `rows` more."""
+        each = self._pool.pages_for(context + rows)
+        pages = self._pool.allocate(count * each)
+        try:
+            yield [_sequence(context, pages[n * each : (n + 1) * each]) for n in range(count)]
+        finally:
+            self._pool.release(pages)
+
+
+def _grid(most: int) -> list[int]:
+    return [*(rows for rows in GRID if rows < most), most]
+
+
+def _sequence(context: int, pages: list[int]) -> Sequence:
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+    request = Request(request_id="measure", prompt_ids=[0] * (context + 1), sampling=sampling)
+    return Sequence(request, order=0, num_committed=context, pages=pages)
+
+
+def _row(sequence: Sequence) -> Row:
+    return Row(sequence, sequence.num_committed, 1, RowKind.VERIFY)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Median seconds."""
+    times = []
+    for _ in range(1 + ROUNDS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])

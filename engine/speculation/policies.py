@@ -1,0 +1,276 @@
+"""The policies: which rows to draft, and how much of each block to verify. No torch."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaflash.engine.config import Policy, SpeculationConfig
+from adaflash.engine.messages import NoDraft
+from adaflash.engine.speculation.budget import (
+    Budget,
+    Estimate,
+    LengthPolicy,
+    Load,
+    Order,
+    best_prefixes,
+    context_of,
+    usable,
+)
+from adaflash.engine.speculation.calibration import Calibration, Floats, Ints
+from adaflash.engine.speculation.costs import CostModel
+from adaflash.engine.stopping import ModelLimits
+
+RESUME_GAIN = 1.03  # drafting that has stopped starts again at this gain, and stops below 1
+SAMPLED_ROWS = 8  # rows of a probe, and of a step that verifies whole blocks for calibration
+RECENT_BLOCKS = 128  # blocks from which the next ones are forecast
+FIRST_BLOCKS = 24  # blocks to look at before judging whether drafting pays
+MAX_PROBE_GAP = 8  # probes that find no gain come ever more seldom, up to so many times the gap
+
+
+class Off:
+    """Plain decoding."""
+
+    name = "off"
+    is_paying = False
+
+    def order(self, load: Load) -> Order:
+        return Order(load, no_draft=NoDraft.OFF)
+
+    def lengths(self, order: Order, estimate: Estimate, survival: Floats) -> Ints:
+        return np.zeros(len(order.rows), dtype=np.int64)
+
+
+class Fixed:
+    """The same number of drafts for everybody, as far as there is room."""
+
+    is_paying = True
+
+    def __init__(self, length: int, widths: tuple[int, ...]) -> None:
+        self.name = f"fixed:{length}"
+        self._length = length
+        self._width = min((w for w in widths if w > length), default=widths[-1])
+
+    def order(self, load: Load) -> Order:
+        return order_all(load, self._width)
+
+    def lengths(self, order: Order, estimate: Estimate, survival: Floats) -> Ints:
+        return np.full(len(order.rows), min(self._length, order.width - 1))
+
+
+class Threshold:
+    """The published rule: `clamp(round(r * B * rate), min, B)` tokens, the newest one included.
+
+    r is the head's share of a block, smoothed over the steps of a request (arXiv 2607.19223).
+    """
+
+    name = "threshold"
+    is_paying = True
+
+    def __init__(self, config: SpeculationConfig, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+
+    def order(self, load: Load) -> Order:
+        return order_all(load, self._block_size)
+
+    def lengths(self, order: Order, estimate: Estimate, survival: Floats) -> Ints:
+        rate, least = self._config.threshold_rate, self._config.threshold_min
+        kept = 1 - self._config.threshold_ema
+        lengths = []
+        for row, newest in zip(order.rows, estimate.ratio.tolist(), strict=True):
+            sequence = row.sequence
+            before = newest if sequence.length_ratio is None else sequence.length_ratio
+            sequence.length_ratio = kept * before + (1 - kept) * newest
+            tokens = round(sequence.length_ratio * self._block_size * rate)
+            lengths.append(min(max(tokens, least), self._block_size) - 1)
+        return np.array(lengths, dtype=np.int64)
+
+
+class Goodput:
+    """The most expected tokens per second over all requests together, by a measured cost model.
+
+    Whether to draft at all, and how wide, is decided before the drafter runs, from how the newest
+    blocks looked; what to verify, from how these blocks look.
+    """
+
+    name = "goodput"
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        widths: tuple[int, ...],
+        costs: CostModel,
+        calibration: Calibration,
+    ) -> None:
+        self.is_paying = True
+        self._config = config
+        self._widths = widths
+        self._costs = costs
+        self._calibration = calibration
+        self._recent: deque[Floats] = deque(maxlen=RECENT_BLOCKS)  # conditional chances [B - 1]
+        self._num_idle = 0  # steps since the last that drafted
+        self._probe_gap = config.probe_every
+        self._num_drafting = 0  # steps
+        self._num_sampled = 0  # steps that verified whole blocks
+
+    def order(self, load: Load) -> Order:
+        if len(self._recent) < FIRST_BLOCKS:
+            return self._sample(load, self._widths[-1])
+        width, gain = self._best_width(load)
+        if gain == 0:
+            return Order(load, no_draft=NoDraft.NO_ROOM)
+        self.is_paying = gain > (1 if self.is_paying else RESUME_GAIN)
+        if not self.is_paying:
+            return self._idle(load, width)
+        self._num_idle, self._probe_gap = 0, self._config.probe_every
+        self._num_drafting += 1
+        widest = self._widths[-1]
+        if self._num_drafting % self._config.full_width_every == 0 and load.candidates(widest):
+            return _order(load, self._rotated(load, widest), widest, num_whole=SAMPLED_ROWS)
+        return order_all(load, width)
+
+    def lengths(self, order: Order, estimate: Estimate, survival: Floats) -> Ints:
+        self._remember(estimate)
+        lengths, _ = best_prefixes(
+            usable(survival, order.caps),
+            order.load.room,
+            num_rows=order.load.num_rows,
+            cost_s=self._cost_of(order.load, len(order.rows) * order.width, context_of(order.rows)),
+        )
+        return lengths
+
+    def _best_width(self, load: Load) -> tuple[int, float]:
+        """The block width that promises most, and its rate against not drafting; 0: no room."""
+        zero = np.zeros(1, dtype=np.int64)
+        plain = load.num_rows / max(float(self._cost_of(load, 0, 0)(zero)[0]), 1e-9)
+        best_width, best_gain = self._widths[0], 0.0
+        for width in self._widths:
+            chosen = load.candidates(width)
+            if not chosen:
+                continue
+            forecast = self._forecast(len(chosen), width)
+            context = context_of([load.rows[index] for index in chosen])
+            _, rate = best_prefixes(
+                usable(forecast, [load.caps[index] for index in chosen]),
+                load.room,
+                num_rows=load.num_rows,
+                cost_s=self._cost_of(load, len(chosen) * width, context),
+            )
+            if rate / plain > best_gain:
+                best_width, best_gain = width, rate / plain
+        return best_width, best_gain
+
+    def _forecast(self, num_rows: int, width: int) -> Floats:
+        """Survival [R, width - 1] as the newest blocks had it, by today's calibration."""
+        blocks = np.stack(self._recent)[::-1][:, : width - 1]
+        survival = self._calibration.survival(blocks)
+        return survival[np.arange(num_rows) % len(survival)]
+
+    def _cost_of(self, load: Load, block_rows: int, context: int) -> Callable[[Ints], Floats]:
+        """Seconds of the decoding part of the step by its number of drafts.
+
+        Prefill tokens are not charged: they are due anyway, and only the drafts' own cost on top of
+        them counts.
+        """
+        costs, rows, tokens = self._costs, load.num_rows, load.num_tokens
+        one = np.array([1])
+        base = float(costs.verify.at(rows * one, load.context_tokens)[0])
+        base -= float(costs.verify.at(tokens * one)[0])
+        base += float(costs.denoise.at(block_rows * one, context)[0])
+
+        def cost_s(num_drafts: Ints) -> Floats:
+            verify = costs.verify.at(tokens + num_drafts)
+            choose = costs.choose.at(rows + num_drafts)
+            return base + verify + choose + costs.propose.at(num_drafts)
+
+        return cost_s
+
+    def _idle(self, load: Load, width: int) -> Order:
+        self._num_idle += 1
+        if self._num_idle < self._probe_gap:
+            return Order(load, no_draft=NoDraft.NO_GAIN)
+        self._num_idle = 0
+        longest = self._config.probe_every * MAX_PROBE_GAP
+        self._probe_gap = min(2 * self._probe_gap, longest)
+        return self._sample(load, width)
+
+    def _sample(self, load: Load, width: int) -> Order:
+        """Draft a few rows and verify them whole, each time others."""
+        chosen = self._rotated(load, width)[:SAMPLED_ROWS]
+        if not chosen or load.room == 0:
+            return Order(load, no_draft=NoDraft.NO_ROOM)
+        return _order(load, chosen, width, is_probe=True, num_whole=SAMPLED_ROWS)
+
+    def _rotated(self, load: Load, width: int) -> list[int]:
+        """All candidates, each time beginning with others."""
+        self._num_sampled += 1
+        chosen = load.candidates(width)
+        start = self._num_sampled * SAMPLED_ROWS % max(1, len(chosen))
+        return chosen[start:] + chosen[:start]
+
+    def _remember(self, estimate: Estimate) -> None:
+        """A narrow block's missing positions are taken to be like its last."""
+        missing = self._widths[-1] - 1 - estimate.conditional.shape[1]
+        self._recent.extend(np.pad(estimate.conditional, ((0, 0), (0, missing)), mode="edge"))
+
+
+def order_all(load: Load, width: int) -> Order:
+    """Draft every row that can use it."""
+    chosen = load.candidates(width)
+    if not chosen or load.room == 0:
+        return Order(load, no_draft=NoDraft.NO_ROOM)
+    return _order(load, chosen, width)
+
+
+def _order(
+    load: Load, chosen: list[int], width: int, *, is_probe: bool = False, num_whole: int = 0
+) -> Order:
+    return Order(
+        load,
+        rows=tuple(load.rows[index] for index in chosen),
+        caps=tuple(min(load.caps[index], width - 1) for index in chosen),
+        width=width,
+        is_probe=is_probe,
+        num_whole=num_whole,
+    )
+
+
+@dataclass(frozen=True)
+class PolicyParts:
+    """What a policy may need."""
+
+    config: SpeculationConfig
+    widths: tuple[int, ...]
+    costs: CostModel
+    calibration: Calibration
+
+
+def _fixed(parts: PolicyParts) -> LengthPolicy:
+    assert parts.config.fixed_length is not None
+    return Fixed(parts.config.fixed_length, parts.widths)
+
+
+POLICIES: dict[Policy, Callable[[PolicyParts], LengthPolicy]] = {
+    Policy.OFF: lambda parts: Off(),
+    Policy.FIXED: _fixed,
+    Policy.THRESHOLD: lambda parts: Threshold(parts.config, parts.widths[-1]),
+    Policy.GOODPUT: lambda parts: Goodput(
+        parts.config, parts.widths, parts.costs, parts.calibration
+    ),
+}
+
+
+def drafting_budget(
+    config: SpeculationConfig, widths: tuple[int, ...], limits: ModelLimits, costs: CostModel
+) -> Budget:
+    """The budget of an engine with a drafter. widths: block sizes it may denoise, ascending."""
+    calibration = Calibration(widths[-1] - 1)
+    policy = POLICIES[config.policy](PolicyParts(config, widths, costs, calibration))
+    return Budget(policy, limits, calibration, costs)
+
+
+def plain_budget(limits: ModelLimits) -> Budget:
+    """The budget of an engine that drafts nothing."""
+    return Budget(Off(), limits, Calibration(0))

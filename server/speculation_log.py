@@ -1,0 +1,49 @@
+"""Logs when drafting stops to pay and when it pays again."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from adaflash.engine.messages import EngineFacts, StepStats
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 10.0  # between two lines, however often the state changes
+
+
+class SpeculationLog:
+    """See EngineObserver. A change within the quiet time is logged after it, if it lasts."""
+
+    def __init__(self, probe_every: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._probe_every = probe_every
+        self._clock = clock
+        self._logged: bool | None = None  # the state readers of the log know; None: a new engine
+        self._logged_s = -math.inf
+
+    def on_engine_up(self, facts: EngineFacts) -> None:
+        self._logged = None
+
+    def on_engine_down(self) -> None:
+        self._logged = None
+
+    def on_step(self, stats: StepStats) -> None:
+        if stats.speculation is None or stats.speculation.is_paying == self._logged:
+            return
+        is_paying, now = stats.speculation.is_paying, self._clock()
+        if self._logged is None:
+            self._logged = is_paying  # where it starts is no change
+        elif now - self._logged_s >= QUIET_S:
+            self._logged, self._logged_s = is_paying, now
+            self._write(is_paying, stats.num_running)
+
+    def _write(self, is_paying: bool, num_running: int) -> None:
+        requests = f"{num_running} running request{'' if num_running == 1 else 's'}"
+        if is_paying:
+            log.info("drafting resumed at %s", requests)
+            return
+        log.info(
+            "drafting paused: it does not pay at %s; trying again every %d steps",
+            requests,
+            self._probe_every,
+        )
