@@ -172,7 +172,9 @@ def speculation_facts(config: EngineConfig, drafter: Drafter | None) -> Speculat
     speculation = config.speculation
     if drafter is None:
         asked = speculation.policy is not Policy.OFF
-        return SpeculationFacts(policy="off", why_off="no drafter" if asked else None)
+        return SpeculationFacts(
+            policy="off", why_off="no drafter; give one with --drafter" if asked else None
+        )
     length = speculation.fixed_length
     return SpeculationFacts(
         policy=speculation.policy.value if length is None else f"fixed:{length}",

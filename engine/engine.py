@@ -77,6 +77,7 @@ class Engine:
                 num_prefix_queries=self._scheduler.num_prefix_queries - queries,
                 num_prefix_hits=self._scheduler.num_prefix_hits - hits,
                 num_preempted=len(plan.preempted),
+                num_draft_tokens=result.work.num_drafts,
                 draft_s=result.work.draft_s,
                 verify_s=result.work.verify_s,
                 sample_s=result.work.sample_s,

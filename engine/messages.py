@@ -119,6 +119,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache in this step
     num_prefix_hits: int  # of them, found
     num_preempted: int
+    num_draft_tokens: int = 0  # verified besides the known tokens
     draft_s: float = 0.0  # drafter, head and budget
     verify_s: float = 0.0  # target
     sample_s: float = 0.0  # choosing tokens and accepting drafts

@@ -23,6 +23,9 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
     return mixed & WORD, mixed >> 32
 
 
+NOISE_CHUNK = 1 << 16  # numbers made at once: small enough to stay in the cache, 3 times faster
+
+
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise G(seed, position, token), the same in any batch.
 
@@ -32,14 +35,14 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     Each token's random bits are `hash(hash(token ^ key0) ^ key1)`; G = -log(-log(1 - u)) with
     u in (0, 1). The tail that decides (large G) lies at small u, where float32 is finest.
     """
-    key = _as_int32(keys)
     noise = torch.empty(len(keys), len(token_ids), dtype=torch.float32, device=keys.device)
-    for row in range(len(keys)):  # row by row the working set stays in the cache: 3 times faster
-        bits = _hash32_(_hash32_(token_ids ^ key[row, 0]).bitwise_xor_(key[row, 1]))
+    rows = max(1, NOISE_CHUNK // len(token_ids))
+    for part, key in zip(torch.split(noise, rows), torch.split(_as_int32(keys), rows), strict=True):
+        bits = _hash32_(_hash32_(token_ids ^ key[:, :1]).bitwise_xor_(key[:, 1:]))
         # 31 of the bits; half a step keeps u above 0, the clamp below 1.
         uniform = bits.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).to(torch.float32)
         uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2**-24)
-        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=noise[row])
+        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=part)
     return noise
 
 

@@ -157,9 +157,10 @@ class Metrics:
         self.prefix_queries.inc(stats.num_prefix_queries)
         self.prefix_hits.inc(stats.num_prefix_hits)
         self.preemptions.inc(stats.num_preempted)
-        if stats.num_prefill_tokens + stats.num_decode_rows > 0:
+        tokens = stats.num_prefill_tokens + stats.num_decode_rows + stats.num_draft_tokens
+        if tokens > 0:
             self.step_duration.observe(stats.step_s)
-            self.step_tokens.observe(stats.num_prefill_tokens + stats.num_decode_rows)
+            self.step_tokens.observe(tokens)
             self.speculation.on_step(stats)
 
     def count_end(self, reason: str) -> None:

@@ -18,22 +18,20 @@ class SpeculationLog:
     def __init__(self, probe_every: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._probe_every = probe_every
         self._clock = clock
-        self._logged: bool | None = None  # the state readers of the log know; None: a new engine
+        self._logged = False  # the state that readers of the log know
         self._logged_s = -math.inf
 
     def on_engine_up(self, facts: EngineFacts) -> None:
-        self._logged = None
+        self._logged = facts.speculation.drafter is not None  # an engine that can draft starts so
 
     def on_engine_down(self) -> None:
-        self._logged = None
+        """The next engine starts anew."""
 
     def on_step(self, stats: StepStats) -> None:
         if stats.speculation is None or stats.speculation.is_paying == self._logged:
             return
         is_paying, now = stats.speculation.is_paying, self._clock()
-        if self._logged is None:
-            self._logged = is_paying  # where it starts is no change
-        elif now - self._logged_s >= QUIET_S:
+        if now - self._logged_s >= QUIET_S:
             self._logged, self._logged_s = is_paying, now
             self._write(is_paying, stats.num_running)
 
@@ -43,7 +41,7 @@ class SpeculationLog:
             log.info("drafting resumed at %s", requests)
             return
         log.info(
-            "drafting paused: it does not pay at %s; trying again every %d steps",
+            "drafting paused: it does not pay at %s; tried again after %d steps, then more seldom",
             requests,
             self._probe_every,
         )

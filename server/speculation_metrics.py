@@ -22,7 +22,7 @@ class SpeculationMetrics:
 
     def __init__(self, registry: CollectorRegistry, series: Series) -> None:
         self._info = Info("adaflash_speculation", "How drafting is set up", registry=registry)
-        self._was_paying: bool | None = None  # None: no step of this engine has told yet
+        self._was_paying = False
         self._define_drafts(series)
         self._define_steps(series)
         self._define_costs(series)
@@ -113,9 +113,10 @@ class SpeculationMetrics:
         for by_position in (self._drafted_at, self._accepted_at, self._predicted_at):
             by_position.prepare(range(facts.block_size - 1))
         self._steps.prepare(facts.widths)
+        self._was_paying = facts.drafter is not None  # an engine that can draft starts so
+        self._paying.set(self._was_paying)
 
     def on_engine_down(self) -> None:
-        self._was_paying = None
         self._paying.set(0)
 
     def on_step(self, stats: StepStats) -> None:
@@ -155,7 +156,7 @@ class SpeculationMetrics:
             self._predicted_at.of(position).inc(expected)
 
     def _on_paying(self, is_paying: bool) -> None:
-        if self._was_paying not in (None, is_paying):
+        if is_paying != self._was_paying:
             self._switches.of("on" if is_paying else "off").inc()
         self._was_paying = is_paying
         self._paying.set(is_paying)

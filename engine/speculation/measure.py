@@ -1,6 +1,5 @@
 """Measures what the parts of a step cost on this machine, before the first request."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,10 @@ from adaflash.engine.speculation.costs import CONTEXT_UNIT, CostCurve, CostModel
 from adaflash.engine.speculation.step import Block, Chooser, DraftSource, Target
 from adaflash.engine.types import Request, Row, RowKind, SamplingParams, Sequence
 
-GRID = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-ROUNDS = 3  # after one to warm up; the median counts
+COARSE = (1, 8, 32, 128, 512, 2048)  # rows that are always measured
+FINE = (4, 16, 64, 256, 1024, 2, 12, 24, 48, 96, 192, 384, 768, 1536)  # while there is time
+FINE_S = 0.5  # seconds for the fine ones of each curve; serving fills in the rest
+ROUNDS = 2  # the quicker one counts
 CONTEXT = 16  # tokens before the measured ones
 LONG = 1024  # tokens before them when the price of context is measured, if the cache has room
 MANY = 8  # sequences for that
@@ -72,13 +73,14 @@ class _Bench:
 
     def attending_curve(self, run: _Pass, most: int) -> CostCurve:
         """Seconds by rows at a short context, and what context adds."""
+        while not self._has_pages(most):
+            most //= 2
+        run(most, CONTEXT)  # to warm up
         price = self._context_price(run)
-        seconds = {rows: run(rows, CONTEXT) for rows in _grid(most) if self._has_pages(rows)}
-        return CostCurve(list(seconds), list(seconds.values()), price * CONTEXT_UNIT)
+        return _curve(lambda rows: run(rows, CONTEXT), most, price * CONTEXT_UNIT)
 
     def plain_curve(self, run: Callable[[int], float]) -> CostCurve:
-        grid = _grid(self._limits.max_batched_tokens)
-        return CostCurve(grid, [run(rows) for rows in grid])
+        return _curve(run, self._limits.max_batched_tokens)
 
     def verify(self, rows: int, context: int, count: int | None = None) -> float:
         """The target's pass over `rows` tokens, and the drafter's context of them."""
@@ -138,8 +140,20 @@ class _Bench:
             self._pool.release(pages)
 
 
-def _grid(most: int) -> list[int]:
-    return [*(rows for rows in GRID if rows < most), most]
+def _curve(run: Callable[[int], float], most: int, per_context_unit: float = 0.0) -> CostCurve:
+    """Seconds of `run` by rows, up to `most`."""
+    seconds = {rows: run(rows) for rows in (*_below(COARSE, most), most)}
+    deadline = time.perf_counter() + FINE_S
+    for rows in _below(FINE, most):
+        if time.perf_counter() > deadline:
+            break
+        seconds[rows] = run(rows)
+    grid = sorted(seconds)
+    return CostCurve(grid, [seconds[rows] for rows in grid], per_context_unit)
+
+
+def _below(grid: tuple[int, ...], most: int) -> list[int]:
+    return [rows for rows in grid if rows < most]
 
 
 def _sequence(context: int, pages: list[int]) -> Sequence:
@@ -153,10 +167,10 @@ def _row(sequence: Sequence) -> Row:
 
 
 def _timed(run: Callable[[], object]) -> float:
-    """Median seconds."""
+    """Seconds."""
     times = []
-    for _ in range(1 + ROUNDS):
+    for _ in range(ROUNDS):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return min(times)

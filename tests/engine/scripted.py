@@ -1,4 +1,4 @@
-"""Drafters that follow a script, on a real target over real pages: oracle, half-right, random."""
+"""A real tiny target over real pages, with drafters that follow a script or are real too."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -10,13 +10,16 @@ import numpy as np
 import torch
 
 from adaflash.engine.batch_inputs import Paging, VerifyRow
-from adaflash.engine.config import Policy, SpeculationConfig
+from adaflash.engine.config import SpeculationConfig
 from adaflash.engine.engine import Engine
 from adaflash.engine.kv_cache import KVCache
-from adaflash.engine.models.weights import load_decoder
+from adaflash.engine.models.config import ModelConfig
+from adaflash.engine.models.decoder import Decoder
+from adaflash.engine.models.weights import load_decoder, load_drafter
 from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.speculation.block_drafter import BlockDrafter
 from adaflash.engine.speculation.budget import Estimate
 from adaflash.engine.speculation.costs import CostCurve, CostModel
 from adaflash.engine.speculation.policies import drafting_budget, plain_budget
@@ -68,10 +71,7 @@ class ScriptedDrafter:
         return Estimate(conditional, np.full(num_rows, self.confidence))
 
     def propose(self, block: Block, lengths: Many[int]) -> list[tuple[int, ...]]:
-        drafts = [
-            self._drafts(row, length) for row, length in zip(block.rows, lengths, strict=True)
-        ]
-        return drafts
+        return [self._drafts(row, length) for row, length in zip(block.rows, lengths, strict=True)]
 
     def observe(self, verified: Verified) -> None:
         pass
@@ -111,6 +111,21 @@ class CountingTarget(TargetModel):
         return super().verify(rows)
 
 
+class RecordingDrafter(BlockDrafter):
+    """A real one. Keeps what it proposed, by request, anchor position and width."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.proposals: dict[tuple[str, int, int], tuple[int, ...]] = {}
+
+    def propose(self, block: Block, lengths: Many[int]) -> list[tuple[int, ...]]:
+        width = block.hidden.shape[1]
+        everything = super().propose(block, [width - 1] * len(lengths))
+        for row, drafts in zip(block.rows, everything, strict=True):
+            self.proposals[row.sequence.request.request_id, row.start, width] = drafts
+        return [drafts[:length] for drafts, length in zip(everything, lengths, strict=True)]
+
+
 @dataclass
 class RealEngine:
     """A tiny model's engine, and its parts."""
@@ -118,40 +133,60 @@ class RealEngine:
     engine: Engine
     target: CountingTarget
     pool: PagePool
+    drafter: DraftSource | None
+
+
+@dataclass(frozen=True)
+class Speculating:
+    """drafter: a scripted one, or the folder of a real one."""
+
+    drafter: DraftSource | Path
+    config: SpeculationConfig
+    costs: CostModel = field(default_factory=lambda: cheap_costs())
 
 
 def real_engine(
-    model: Path,
-    size: RealSize = RealSize(),
-    *,
-    drafter: DraftSource | None = None,
-    speculation: SpeculationConfig = SpeculationConfig(policy=Policy.OFF),
-    costs: CostModel | None = None,
+    model: Path, size: RealSize | None = None, speculating: Speculating | None = None
 ) -> RealEngine:
+    size = size or RealSize()
     decoder = load_decoder(model, torch.float32, CPU)
     paging = Paging(ReferenceAttention(), PAGE_SIZE, CPU)
-    kv = KVCache(
-        decoder.config,
-        num_pages=size.num_pages,
-        page_size=PAGE_SIZE,
-        dtype=torch.float32,
-        device=CPU,
-    )
     pool = PagePool(size.num_pages, PAGE_SIZE)
     scheduler = Scheduler(
         pool,
         max_num_seqs=size.seqs,
         max_batched_tokens=size.tokens,
         prefix_cache=size.prefix_cache,
-        draft_slots=BLOCK_SIZE - 1 if drafter is not None else 0,
+        draft_slots=0 if speculating is None else BLOCK_SIZE - 1,
     )
     limits = ModelLimits(VOCAB, frozenset({EOS}), size.num_pages * PAGE_SIZE)
     budget = plain_budget(limits)
-    if drafter is not None:
-        budget = drafting_budget(speculation, WIDTHS, limits, costs or cheap_costs())
-    target = CountingTarget(decoder, kv, paging)
-    parts = StepParts(target, Sampler(VOCAB, frozenset({EOS})), budget, drafter)
-    return RealEngine(Engine(pool, scheduler, parts, limits), target, pool)
+    source: DraftSource | None = None
+    taps: tuple[int, ...] = ()
+    if speculating is not None:
+        if isinstance(speculating.drafter, Path):
+            source, taps = _real_drafter(speculating.drafter, decoder, paging, size)
+        else:
+            source = speculating.drafter
+        budget = drafting_budget(speculating.config, WIDTHS, limits, speculating.costs)
+    target = CountingTarget(decoder, _cache(decoder.config, size), paging, taps)
+    parts = StepParts(target, Sampler(VOCAB, frozenset({EOS})), budget, source)
+    return RealEngine(Engine(pool, scheduler, parts, limits), target, pool, source)
+
+
+def _real_drafter(
+    folder: Path, decoder: Decoder, paging: Paging, size: RealSize
+) -> tuple[RecordingDrafter, tuple[int, ...]]:
+    drafter = load_drafter(folder, decoder.config, torch.float32, CPU)
+    kv = _cache(drafter.config.layers, size)
+    sampler = Sampler(VOCAB, frozenset({EOS}), drafter.token_ids)
+    return RecordingDrafter(drafter, decoder, kv, sampler, paging), drafter.config.tap_layers
+
+
+def _cache(layers: ModelConfig, size: RealSize) -> KVCache:
+    return KVCache(
+        layers, num_pages=size.num_pages, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
+    )
 
 
 def cheap_costs() -> CostModel:

@@ -21,13 +21,19 @@ def request(name: str, prompt: list[int], *, max_tokens: int = 8, priority: int 
 
 
 def scheduler(
-    *, num_pages: int = NUM_PAGES, seqs: int = 4, tokens: int = 8, prefix_cache: bool = True
+    *,
+    num_pages: int = NUM_PAGES,
+    seqs: int = 4,
+    tokens: int = 8,
+    prefix_cache: bool = True,
+    draft_slots: int = 0,
 ) -> Scheduler:
     return Scheduler(
         PagePool(num_pages, PAGE_SIZE),
         max_num_seqs=seqs,
         max_batched_tokens=tokens,
         prefix_cache=prefix_cache,
+        draft_slots=draft_slots,
     )
 
 
@@ -170,6 +176,54 @@ def test_the_worst_rank_is_preempted_and_comes_back() -> None:
     assert finished == {"a": 1, "b": 1}
 
 
+def test_drafts_get_slots_from_pages_that_nobody_needs() -> None:
+    under_test = scheduler(num_pages=3, draft_slots=7)
+    under_test.add(request("a", [1, 2, 3]))
+    step(under_test)
+    (row,) = under_test.schedule().rows
+    assert (row.num_tokens, row.draft_slots, len(row.sequence.pages)) == (1, 7, 3)
+    under_test.commit(row, [7] * 8)  # all of them were right: 11 of 12 slots are computed
+    (row,) = under_test.schedule().rows
+    assert (row.start, row.draft_slots, len(row.sequence.pages)) == (11, 0, 3)
+
+
+def test_draft_pages_are_given_back_before_anybody_is_preempted() -> None:
+    under_test = scheduler(num_pages=4, tokens=16, draft_slots=7)
+    under_test.add(request("a", [1] * 4))
+    under_test.add(request("b", [2] * 3))
+    step(under_test)
+    first, second = under_test.schedule().rows
+    assert (len(first.sequence.pages), len(second.sequence.pages)) == (3, 1)
+    assert (first.draft_slots, second.draft_slots) == (7, 0)
+    for row in (first, second):
+        under_test.commit(row, [7])
+    plan = under_test.schedule()
+    assert plan.preempted == ()
+    assert [len(row.sequence.pages) for row in plan.rows] == [2, 2]
+
+
+def test_a_page_held_for_drafts_counts_as_the_reserve_of_its_sequence() -> None:
+    under_test = scheduler(num_pages=4, tokens=16, draft_slots=7)
+    under_test.add(request("a", [1, 2, 3]))
+    step(under_test)
+    step(under_test)  # now it holds a page for drafts
+    under_test.add(request("b", [9, 9]))
+    assert [shape[0] for shape in shapes(step(under_test))] == ["a", "b"]
+
+
+def test_prefill_leaves_room_for_the_drafts_that_are_expected() -> None:
+    under_test = scheduler(num_pages=40, tokens=17, draft_slots=7)
+    under_test.add(request("a", [1, 2, 3]))
+    step(under_test)
+    under_test.add(request("b", list(range(60))))
+    for expected, chunk, room in ((5, 11, 5), (100, 8, 8), (0, 16, 0)):
+        plan = under_test.schedule(expected_drafts=expected)
+        assert [row.num_tokens for row in plan.rows] == [1, chunk]
+        assert plan.draft_room == room
+        for row in plan.rows:
+            under_test.commit(row, [7] if row.reaches_end else [])
+
+
 def slot(row: Row, position: int) -> int:
     return row.sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
@@ -183,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = scheduler(num_pages=NUM_PAGES, seqs=3, tokens=6)
+        self.scheduler = scheduler(num_pages=NUM_PAGES, seqs=3, tokens=6, draft_slots=5)
         self.written: dict[int, tuple[int, ...]] = {}
         self.submitted: list[str] = []
         self.ended: Counter[str] = Counter()
@@ -207,17 +261,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence is not None
         self.end(sequence.request.request_id)
 
-    @rule(token=st.integers(0, 1), num_accepted=st.integers(0, 2))
-    def step(self, token: int, num_accepted: int = 0) -> None:
-        plan = self.scheduler.schedule()
+    @rule(
+        token=st.integers(0, 1),
+        num_accepted=st.integers(0, 5),
+        num_rejected=st.integers(0, 5),
+        expected_drafts=st.integers(0, 9),
+    )
+    def step(
+        self, token: int, num_accepted: int = 0, num_rejected: int = 0, expected_drafts: int = 0
+    ) -> None:
+        plan = self.scheduler.schedule(expected_drafts=expected_drafts)
         assert bool(plan.rows) == self.scheduler.has_work
-        assert plan.num_tokens <= 6
+        assert plan.num_tokens + plan.draft_room == 6
         for row in plan.rows:
             self.compute(row)
             emitted = [token] if row.reaches_end else []
             if row.kind is RowKind.VERIFY:
-                emitted = [token] * (1 + min(num_accepted, self.room(row)))
-                self.verify(row, emitted[:-1])
+                emitted = [token] * (1 + min(num_accepted, row.draft_slots))
+                num_drafts = min(num_accepted + num_rejected, row.draft_slots)
+                self.verify(row, emitted[:-1], num_drafts)
             self.scheduler.commit(row, emitted)
         for row in plan.rows:
             sequence = row.sequence
@@ -233,15 +295,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for position in range(row.start, row.start + row.num_tokens):
             self.written[slot(row, position)] = tokens[: position + 1]
 
-    def room(self, row: Row) -> int:
-        """Drafts whose K/V fits in the pages that the sequence holds."""
-        return len(row.sequence.pages) * PAGE_SIZE - row.start - row.num_tokens
-
-    def verify(self, row: Row, drafts: list[int]) -> None:
-        """Write the K/V of drafts behind the row, as a step that accepts them does."""
-        tokens = (*row.sequence.token_ids, *drafts)
-        for position in range(row.start + row.num_tokens, len(tokens)):
-            self.written[slot(row, position)] = tokens[: position + 1]
+    def verify(self, row: Row, accepted: list[int], num_drafts: int) -> None:
+        """Write the K/V of drafts behind the row; that of rejected ones is of no text."""
+        tokens = (*row.sequence.token_ids, *accepted)
+        start = row.start + row.num_tokens
+        for position in range(start, start + num_drafts):
+            right = position < len(tokens)
+            self.written[slot(row, position)] = tokens[: position + 1] if right else (-1,)
 
     def end(self, name: str) -> None:
         sequence = self.scheduler.find(name)

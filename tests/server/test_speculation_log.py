@@ -3,22 +3,28 @@
 import msgspec
 import pytest
 
-from adaflash.engine.messages import SpeculationStats
+from adaflash.engine.messages import EngineFacts, SpeculationFacts, SpeculationStats
 from adaflash.server.fake_engine import FACTS
 from adaflash.server.speculation_log import QUIET_S, SpeculationLog
 from tests.server.test_metrics import STATS
 
-PAUSED = "drafting paused: it does not pay at 5 running requests; trying again every 64 steps"
+PAUSED = (
+    "drafting paused: it does not pay at 5 running requests; "
+    "tried again after 64 steps, then more seldom"
+)
 RESUMED = "drafting resumed at 1 running request"
+DRAFTING = msgspec.structs.replace(
+    FACTS, speculation=SpeculationFacts(policy="goodput", drafter="d", block_size=8)
+)
 
 
 class Telling:
     """A log, and the time it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: EngineFacts = DRAFTING) -> None:
         self.now_s = 0.0
         self.log = SpeculationLog(64, clock=lambda: self.now_s)
-        self.log.on_engine_up(FACTS)
+        self.log.on_engine_up(facts)
 
     def step(self, is_paying: bool | None) -> None:
         """None: a step without decoding rows."""
@@ -47,13 +53,25 @@ def test_changes_are_told_and_nothing_else(lines: pytest.LogCaptureFixture) -> N
     assert lines.messages == [PAUSED, RESUMED]
 
 
-@pytest.mark.parametrize("is_paying", [True, False])
-def test_where_it_starts_is_no_change(is_paying: bool, lines: pytest.LogCaptureFixture) -> None:
+def test_that_it_does_not_pay_from_the_start_is_told(lines: pytest.LogCaptureFixture) -> None:
     telling = Telling()
-    telling.step(is_paying)
+    telling.step(False)
+    assert lines.messages == [PAUSED]
+
+
+def test_another_engine_starts_anew(lines: pytest.LogCaptureFixture) -> None:
+    telling = Telling()
+    telling.step(False)
     telling.log.on_engine_down()
-    telling.log.on_engine_up(FACTS)
-    telling.step(not is_paying)  # another engine
+    telling.log.on_engine_up(DRAFTING)
+    telling.now_s += QUIET_S
+    telling.step(True)
+    assert lines.messages == [PAUSED]
+
+
+def test_without_a_drafter_nothing_is_told(lines: pytest.LogCaptureFixture) -> None:
+    telling = Telling(FACTS)
+    telling.step(False)
     assert lines.messages == []
 
 

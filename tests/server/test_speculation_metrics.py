@@ -157,19 +157,29 @@ def test_an_idle_step_is_not_timed() -> None:
 
 def test_switches_are_changes_within_one_engine_s_life() -> None:
     metrics = Metrics("m")
-    metrics.on_engine_up(FACTS)
-    for is_paying in (True, True, False, False, True, False):
-        metrics.on_step(step(SpeculationStats(width=0, is_paying=is_paying)))
-        metrics.on_step(step(None))  # tells nothing
-        assert value(metrics, "spec_decode_paying") == is_paying
+    drafting = msgspec.structs.replace(FACTS, speculation=DRAFTING)
 
     def switches() -> tuple[float, float]:
         name = "spec_decode_switches_total"
         return value(metrics, name, to="on"), value(metrics, name, to="off")
 
+    metrics.on_engine_up(drafting)
+    assert value(metrics, "spec_decode_paying") == 1  # until it is found not to
+    for is_paying in (True, True, False, False, True, False):
+        metrics.on_step(step(SpeculationStats(width=0, is_paying=is_paying)))
+        metrics.on_step(step(None))  # tells nothing
+        assert value(metrics, "spec_decode_paying") == is_paying
     assert switches() == (1, 2)
     metrics.on_engine_down()
     assert value(metrics, "spec_decode_paying") == 0
-    metrics.on_engine_up(FACTS)
+    metrics.on_engine_up(drafting)
     metrics.on_step(step(SpeculationStats(width=8, is_paying=True)))
     assert switches() == (1, 2)
+
+
+def test_without_a_drafter_nothing_switches() -> None:
+    metrics = Metrics("m")
+    metrics.on_engine_up(FACTS)
+    metrics.on_step(step(SpeculationStats(width=0, no_draft=NoDraft.OFF)))
+    assert value(metrics, "spec_decode_paying") == 0
+    assert value(metrics, "spec_decode_switches_total", to="off") == 0
