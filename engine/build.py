@@ -27,7 +27,7 @@ from adaflash.engine.speculation.block_drafter import BlockDrafter
 from adaflash.engine.speculation.cost_file import KeptCosts
 from adaflash.engine.speculation.measure import Measured, MeasureLimits, measure_costs
 from adaflash.engine.speculation.policies import drafting_budget, plain_budget
-from adaflash.engine.speculation.step import StepParts
+from adaflash.engine.speculation.step import DraftSource, StepParts
 from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.target import TargetModel
 from adaflash.kernels.attention import AttentionBackend
@@ -50,6 +50,14 @@ class Models:
     drafter: Drafter | None
     device: Device
     attention: AttentionBackend
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A draft source, and the block sizes that it can think of, ascending."""
+
+    source: DraftSource
+    widths: tuple[int, ...]
 
 
 def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
@@ -82,34 +90,53 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
     )
 
 
-def assemble(config: EngineConfig, models: Models, size: CacheSize) -> Engine:
-    """Put the parts together around loaded models."""
-    decoder, drafter = models.decoder, models.drafter
-    paging = Paging(models.attention, config.page_size, models.device.device)
+def assemble(
+    config: EngineConfig, models: Models, size: CacheSize, drafting: Drafting | None = None
+) -> Engine:
+    """Put the parts together around loaded models.
+
+    drafting: another draft source than the models' own drafter.
+    """
+    if drafting is None and models.drafter is not None:
+        drafting = _block_drafting(config, models, size)
+    decoder = models.decoder
+    limits = ModelLimits(decoder.config.vocab_size, _eos_of(decoder), size.max_model_len)
     pool = PagePool(size.num_pages, config.page_size)
-    vocab_size = decoder.config.vocab_size
-    eos = frozenset(id_ for id_ in decoder.config.eos_token_ids if id_ < vocab_size)
-    limits = ModelLimits(vocab_size, eos, size.max_model_len)
-    kv = _cache_of(decoder.config, config, models, size)
-    taps = drafter.config.tap_layers if drafter else ()
-    target = TargetModel(decoder, kv, paging, taps)
-    chooser = Sampler(vocab_size, eos)
     scheduler = Scheduler(
         pool,
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         prefix_cache=config.prefix_cache,
-        draft_slots=drafter.config.block_size - 1 if drafter else 0,
+        draft_slots=drafting.widths[-1] - 1 if drafting else 0,
     )
-    if drafter is None:
+    kv = _cache_of(decoder.config, config, models, size)
+    taps = models.drafter.config.tap_layers if models.drafter else ()
+    target = TargetModel(decoder, kv, _paging_of(config, models), taps)
+    chooser = Sampler(limits.vocab_size, limits.eos_token_ids)
+    if drafting is None:
         return Engine(pool, scheduler, StepParts(target, chooser, plain_budget(limits)), limits)
-    draft_kv = _cache_of(drafter.config.layers, config, models, size)
-    proposer = Sampler(vocab_size, eos, drafter.token_ids)
-    source = BlockDrafter(drafter, decoder, draft_kv, proposer, paging)
-    kept = _costs_of(config, models, Measured(target, chooser, source, pool))
-    budget = drafting_budget(config.speculation, drafter.config.widths, limits, kept.costs)
-    parts = StepParts(target, chooser, budget, source)
+    kept = _costs_of(config, models, Measured(target, chooser, drafting.source, pool), drafting)
+    budget = drafting_budget(config.speculation, drafting.widths, limits, kept.costs)
+    parts = StepParts(target, chooser, budget, drafting.source)
     return Engine(pool, scheduler, parts, limits, on_rest=kept.save_if_due)
+
+
+def _block_drafting(config: EngineConfig, models: Models, size: CacheSize) -> Drafting:
+    """The models' own drafter, with its layers of the pages."""
+    drafter, decoder = models.drafter, models.decoder
+    assert drafter is not None
+    kv = _cache_of(drafter.config.layers, config, models, size)
+    sampler = Sampler(decoder.config.vocab_size, _eos_of(decoder), drafter.token_ids)
+    source = BlockDrafter(drafter, decoder, kv, sampler, _paging_of(config, models))
+    return Drafting(source, drafter.config.widths)
+
+
+def _eos_of(decoder: Decoder) -> frozenset[int]:
+    return frozenset(id_ for id_ in decoder.config.eos_token_ids if id_ < decoder.config.vocab_size)
+
+
+def _paging_of(config: EngineConfig, models: Models) -> Paging:
+    return Paging(models.attention, config.page_size, models.device.device)
 
 
 def _cache_of(
@@ -124,20 +151,21 @@ def _cache_of(
     )
 
 
-def _costs_of(config: EngineConfig, models: Models, parts: Measured) -> KeptCosts:
+def _costs_of(
+    config: EngineConfig, models: Models, parts: Measured, drafting: Drafting
+) -> KeptCosts:
     """Step costs of these models on this machine: kept from an earlier start, or measured now."""
-    assert models.drafter is not None
-    device = models.device
+    device, drafter = models.device, models.drafter
     limits = MeasureLimits(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
-        block_size=models.drafter.config.block_size,
+        block_size=drafting.widths[-1],
         vocab_size=models.decoder.config.vocab_size,
     )
     key = repr(
         (
             models.decoder.config,
-            models.drafter.config,
+            drafter.config if drafter else type(drafting.source).__name__,
             limits,
             processor_name(device.device),
             (device.dtype_name, device.num_threads, models.attention.name, config.page_size),

@@ -30,24 +30,11 @@ class DrafterConfig:
     num_target_layers: int
     mask_token_id: int | None  # None: the checkpoint has a mask embedding of its own
 
-    def check_target(self, target: ModelConfig) -> None:
-        """Raise CheckpointError if it was made for another target."""
-        for what, ours, theirs in (
-            ("hidden size", self.layers.hidden_size, target.hidden_size),
-            ("vocabulary", self.layers.vocab_size, target.vocab_size),
-            ("number of target layers", self.num_target_layers, target.num_layers),
-        ):
-            if ours != theirs:
-                raise CheckpointError(
-                    f"the drafter was made for another model: its {what} is {ours}, and the "
-                    f"target's is {theirs}"
-                )
 
+def drafter_config(config: Json, target: ModelConfig, num_inputs: int) -> DrafterConfig:
+    """From config.json. num_inputs: columns of the checkpoint's `fc`.
 
-def drafter_config(config: Json, num_taps: int) -> DrafterConfig:
-    """From config.json. num_taps: target layers that the checkpoint's `fc` reads.
-
-    Raises CheckpointError for anything that would be computed wrongly.
+    Raises CheckpointError for anything that would be computed wrongly, or for another target.
     """
     fields = Fields(config, "the drafter's config.json")
     own = config.get("dflash_config")
@@ -55,28 +42,31 @@ def drafter_config(config: Json, num_taps: int) -> DrafterConfig:
         raise CheckpointError(
             "the drafter's config.json has no dflash_config: this is no DFlash or AdaFlash drafter"
         )
-    if not own.get("thresh_head_direct_len", True):
+    has_head = own.get("use_thresh_head_two_model", True)
+    if has_head and not own.get("thresh_head_direct_len", True):
         raise CheckpointError(
             "the drafter's length head is of another kind (thresh_head_direct_len is false)"
         )
     block_size = fields.integer("block_size")
     if block_size < 2:
         raise CheckpointError(f"block_size must be at least 2, not {block_size}")
+    layers = _layers(config)
     num_target_layers = fields.integer("num_target_layers")
+    _check_target(layers, num_target_layers, target)
     mask = own.get("mask_token_id")
     drafter = DrafterConfig(
-        layers=_layers(config),
+        layers=layers,
         block_size=block_size,
         widths=_widths(own.get("widths"), block_size),
-        tap_layers=_tap_layers(own.get("target_layer_ids"), num_target_layers, num_taps),
+        tap_layers=_tap_layers(own.get("target_layer_ids"), target, num_inputs),
         num_target_layers=num_target_layers,
         mask_token_id=None
         if mask is None
         else Fields(own, "dflash_config").integer("mask_token_id"),
     )
-    if mask is not None and not 0 <= mask < drafter.layers.vocab_size:
+    if mask is not None and not 0 <= mask < target.vocab_size:
         raise CheckpointError(
-            f"mask_token_id {mask} is outside the vocabulary of {drafter.layers.vocab_size}"
+            f"mask_token_id {mask} is outside the vocabulary of {target.vocab_size}"
         )
     return drafter
 
@@ -91,12 +81,25 @@ def default_tap_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 def _layers(config: Json) -> ModelConfig:
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"draft layers of the type {model_type!r} are not supported; these are: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    return from_hf({**config, "architectures": [ARCHITECTURES[str(model_type)]]}, {})
+    return from_hf({**config, "architectures": [ARCHITECTURES[model_type]]}, {})
+
+
+def _check_target(layers: ModelConfig, num_target_layers: int, target: ModelConfig) -> None:
+    for what, ours, theirs in (
+        ("hidden size", layers.hidden_size, target.hidden_size),
+        ("vocabulary", layers.vocab_size, target.vocab_size),
+        ("number of target layers", num_target_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise CheckpointError(
+                f"the drafter was made for another model: its {what} is {ours}, and the "
+                f"target's is {theirs}"
+            )
 
 
 def _widths(given: object, block_size: int) -> tuple[int, ...]:
@@ -109,14 +112,20 @@ def _widths(given: object, block_size: int) -> tuple[int, ...]:
     return tuple(sorted({*given, block_size}))
 
 
-def _tap_layers(given: object, num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+def _tap_layers(given: object, target: ModelConfig, num_inputs: int) -> tuple[int, ...]:
+    num_taps, rest = divmod(num_inputs, target.hidden_size)
+    if rest:
+        raise CheckpointError(
+            f"fc.weight reads {num_inputs} values, which are no whole hidden states of "
+            f"{target.hidden_size}"
+        )
     if given is None:
-        return default_tap_layers(num_target_layers, num_taps)
+        given = list(default_tap_layers(target.num_layers, num_taps))
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):
         raise CheckpointError(f"target_layer_ids must be a list of whole numbers, not {given!r}")
-    if outside := [layer for layer in given if not 0 <= layer < num_target_layers]:
+    if outside := [layer for layer in given if not 0 <= layer < target.num_layers]:
         raise CheckpointError(
-            f"target_layer_ids {outside} are out of range: the target has {num_target_layers} "
+            f"target_layer_ids {outside} are out of range: the target has {target.num_layers} "
             "layers"
         )
     if len(given) != num_taps:

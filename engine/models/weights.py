@@ -26,6 +26,8 @@ from adaflash.engine.models.rope import inverse_frequencies
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKEN_IDS = "draft_token_ids"  # of a reduced draft vocabulary
+FC = "fc.weight"
+LENGTH_HEADS = {"thresh_head_two_model": ThresholdHead, "survival_head": SurvivalHead}
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the config says anyway
 
 
@@ -75,11 +77,10 @@ def load_drafter(
     """
     tensors = SafetensorsFolder(path)
     names = tensors.names()
-    if "fc.weight" not in names:
-        raise CheckpointError(f"{path} has no fc.weight: this is no DFlash or AdaFlash drafter")
-    num_inputs = tensors.tensor("fc.weight").shape[-1]
-    config = drafter_config(read_json(path / "config.json"), num_inputs // target.hidden_size)
-    config.check_target(target)
+    if FC not in names:
+        raise CheckpointError(f"{path} has no {FC}: this is no DFlash or AdaFlash drafter")
+    _, num_inputs = _matrix_shape(FC, tensors)
+    config = drafter_config(read_json(path / "config.json"), target, num_inputs)
     # Qwen3's layers have norms of q and k, a Llama target's need not: the checkpoint decides.
     has_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
     config = replace(config, layers=replace(config.layers, qk_norm=has_norm))
@@ -92,10 +93,10 @@ def load_drafter(
         for name, parameter in drafter.named_parameters()
     }
     _account(names - {TOKEN_IDS}, sources)
-    fill_parameters(drafter, sources, tensors, dtype, device)
-    for head in (drafter.thresh_head_two_model, drafter.survival_head):
-        if head is not None:
-            head.float()  # small, and its sums are long
+    heads = {name: parts for name, parts in sources.items() if name.startswith(tuple(LENGTH_HEADS))}
+    layers = {name: parts for name, parts in sources.items() if name not in heads}
+    fill_parameters(drafter, layers, tensors, dtype, device)
+    fill_parameters(drafter, heads, tensors, torch.float32, device)  # small, and sum much
     drafter.inv_freq = inv_freq
     if TOKEN_IDS in names:
         drafter.token_ids = _draft_vocabulary(tensors.tensor(TOKEN_IDS), target).to(device)
@@ -105,16 +106,24 @@ def load_drafter(
 def _add_heads(drafter: Drafter, tensors: Tensors) -> None:
     """The length heads that the checkpoint has."""
     size, block_size = drafter.config.layers.hidden_size, drafter.config.block_size
-    for name, kind in (("thresh_head_two_model", ThresholdHead), ("survival_head", SurvivalHead)):
+    for name, kind in LENGTH_HEADS.items():
         if f"{name}.down.weight" in tensors.names():
-            inner_size = tensors.tensor(f"{name}.down.weight").shape[0]
+            inner_size, _ = _matrix_shape(f"{name}.down.weight", tensors)
             setattr(drafter, name, kind(size, inner_size, block_size))
+
+
+def _matrix_shape(name: str, tensors: Tensors) -> tuple[int, int]:
+    shape = tuple(tensors.tensor(name).shape)
+    if len(shape) != 2 or 0 in shape:
+        raise CheckpointError(f"{name} has shape {shape}, but must be a matrix, and not empty")
+    return shape[0], shape[1]
 
 
 def _draft_vocabulary(token_ids: Tensor, target: ModelConfig) -> Tensor:
     """Check the list of tokens that the drafter can propose. Returns [N] int64, ascending."""
     ids = token_ids.to(torch.int64).flatten()
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+    whole = not token_ids.is_floating_point() and len(ids) > 0
+    if not whole or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
         raise CheckpointError(
             f"{TOKEN_IDS} must hold token ids of the target's vocabulary of {target.vocab_size}"
         )
@@ -169,10 +178,10 @@ def fill_parameters(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Replace every parameter of `module` (on the meta device) by what is stored for it."""
-    for name, parameter in list(module.named_parameters()):
-        filled = torch.empty(parameter.shape, dtype=dtype, device=device)
-        _fill(filled, sources[name], tensors)
+    """Replace parameters of `module` (on the meta device) by what is stored for them."""
+    for name, parts in sources.items():
+        filled = torch.empty(module.get_parameter(name).shape, dtype=dtype, device=device)
+        _fill(filled, parts, tensors)
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(filled, requires_grad=False))
 

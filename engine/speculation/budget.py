@@ -126,6 +126,7 @@ class Budget:
         return self._policy.order(load_of(plan, self._limits))
 
     def allot(self, order: Order, estimate: Estimate) -> Allotment:
+        estimate = _without_nan(estimate)
         survival = self._calibration.survival(estimate.conditional)
         lengths = self._policy.lengths(order, estimate, survival)
         lengths[: order.num_whole] = order.width
@@ -135,7 +136,7 @@ class Budget:
         self, order: Order, allotment: Allotment | None, accepted: Many[int], work: StepWork
     ) -> SpeculationStats:
         """Take in what a step showed: drafts accepted of each block, and times."""
-        self.expected_drafts = work.num_drafts
+        self.expected_drafts = _expected(order, work.num_drafts)
         predicted: list[float] = []
         if allotment is not None:
             verified = usable(allotment.survival, allotment.lengths)
@@ -158,6 +159,23 @@ class Budget:
             predicted_s=predicted_s,
             observed_s=work.seconds if predicted_s else 0.0,
         )
+
+
+def _without_nan(estimate: Estimate) -> Estimate:
+    """A block of which the head can say nothing, as after an overflow, is worth nothing."""
+    return Estimate(np.nan_to_num(estimate.conditional), np.nan_to_num(estimate.ratio))
+
+
+def _expected(order: Order, num_drafts: int) -> int:
+    """As many as in this step; more if the step's limit, not the policy, kept them so few.
+
+    Otherwise prefill, which fills what nobody expects to need, would keep drafts out for as long as
+    prompts are waiting.
+    """
+    load = order.load
+    if num_drafts < load.room or order.no_draft in (NoDraft.OFF, NoDraft.NO_GAIN):
+        return num_drafts
+    return min(2 * num_drafts + load.num_rows, sum(load.caps))
 
 
 def best_prefixes(

@@ -5,8 +5,10 @@ a price per token of context that its attention reads.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +18,32 @@ Ints = NDArray[np.int64]
 
 FORMAT = 1  # of the file
 CONTEXT_UNIT = 10_000  # tokens; brings the context's price to the size of the others
-RATE = 0.1  # of a correction, by normalised least mean squares (Widrow and Hoff, 1960)
-SPEED_RATE = 0.1  # the machine as a whole gets slower and faster quicker than its shape changes
+RATE = 0.03  # of a correction, by normalised least mean squares (Widrow and Hoff, 1960)
+SPEED_RATE = 0.3  # the machine as a whole gets slower and faster quicker than its shape changes
 MAX_SURPRISE = 2.0  # what took longer than this many times the prediction was disturbed
 
 
 class CostCurve:
-    """Seconds of one kind of pass by its rows, ascending, at least one entry."""
+    """Seconds of one kind of pass by its rows, ascending, at least one entry.
+
+    They never fall with the rows: of a measured table that does, the higher entries before the fall
+    are taken to have been disturbed.
+    """
 
     def __init__(
         self, rows: list[int], seconds: list[float], per_context_unit: float = 0.0
     ) -> None:
         assert len(rows) == len(seconds) > 0
         assert rows == sorted(set(rows))
+        assert rows[0] > 0
         self.rows: Floats = np.array(rows, dtype=np.float64)
-        self.seconds: Floats = np.array(seconds, dtype=np.float64)
+        self.seconds: Floats = _lowered(np.array(seconds, dtype=np.float64))
         self.per_context_unit = per_context_unit
 
     def at(self, rows: Ints, context_tokens: int = 0) -> Floats:
         """Seconds, never falling with the rows; 0 for no rows."""
-        height = np.maximum.accumulate(self.seconds)
-        seconds = np.interp(rows, self.rows, height)
-        beyond = rows > self.rows[-1]
-        if beyond.any():
-            per_row = height[-1] / self.rows[-1]
-            seconds = seconds + np.where(beyond, (rows - self.rows[-1]) * per_row, 0)
+        beyond = np.maximum(rows / self.rows[-1], 1.0)
+        seconds = np.interp(rows, self.rows, self.seconds) * beyond
         seconds = seconds + self.per_context_unit * context_tokens / CONTEXT_UNIT
         found: Floats = np.where(rows > 0, seconds, 0.0)
         return found
@@ -52,10 +55,14 @@ class CostCurve:
         predicted = float(self.at(np.array([rows]), context_tokens)[0])
         error = float(np.clip(seconds, predicted / MAX_SURPRISE, predicted * MAX_SURPRISE))
         error -= predicted
-        weights = np.array([np.interp(rows, self.rows, unit) for unit in np.eye(len(self.rows))])
+        index = np.arange(len(self.rows))
+        weights = np.maximum(0, 1 - np.abs(index - np.interp(rows, self.rows, index)))
+        weights *= max(1.0, rows / float(self.rows[-1]))
         context = context_tokens / CONTEXT_UNIT
         step = RATE * error / (float(weights @ weights) + context**2)
-        self.seconds = np.maximum(self.seconds + step * weights, 1e-7)
+        corrected = np.maximum(self.seconds + step * weights, 1e-7)
+        # What rises takes the entries behind it along, what falls those before it.
+        self.seconds = np.maximum.accumulate(corrected) if step > 0 else _lowered(corrected)
         self.per_context_unit = max(0.0, self.per_context_unit + step * context)
 
     def as_json(self) -> dict[str, object]:
@@ -64,6 +71,12 @@ class CostCurve:
             "seconds": self.seconds.tolist(),
             "per_context_unit": self.per_context_unit,
         }
+
+
+def _lowered(seconds: Floats) -> Floats:
+    """No entry above any behind it."""
+    lowered: Floats = np.minimum.accumulate(seconds[::-1])[::-1]
+    return lowered
 
 
 @dataclass(frozen=True)
@@ -139,14 +152,19 @@ def load_costs(path: Path, key: str) -> CostModel | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["key"] != key:
             return None
-        curves = {
-            name: CostCurve(
-                [int(rows) for rows in content[name]["rows"]],
-                [float(seconds) for seconds in content[name]["seconds"]],
-                float(content[name]["per_context_unit"]),
-            )
-            for name in CURVES
-        }
-        return CostModel(**curves, speed=float(content["speed"]))
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+        curves = {name: _curve(content[name]) for name in CURVES}
+        speed = float(content["speed"])
+        return CostModel(**curves, speed=speed) if 0 < speed < math.inf else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _curve(content: dict[str, Any]) -> CostCurve:
+    """What `as_json` made. Raises ValueError, KeyError, TypeError, OverflowError."""
+    rows = [int(rows) for rows in content["rows"]]
+    seconds = [float(seconds) for seconds in content["seconds"]]
+    price = float(content["per_context_unit"])
+    is_table = len(rows) == len(seconds) > 0 and rows == sorted(set(rows)) and rows[0] > 0
+    if not (is_table and all(0 < s < math.inf for s in seconds) and 0 <= price < math.inf):
+        raise ValueError("not a table of costs")
+    return CostCurve(rows, seconds, price)
