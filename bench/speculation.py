@@ -8,7 +8,8 @@ All policies get the same prompts in the same round, one after the other, so tha
 chance: what the budget and the verification do with a drafter of that quality, whose own pass costs
 nothing. Prints tokens per second, the ratio to `off`, tokens per verification, and how many texts
 are those of `off`: all of them in float32; in bfloat16 a batch of another shape can round a
-near-tie the other way.
+near-tie the other way, which `reversed` shows: plain decoding too, of the same requests in the
+opposite order.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from concurrency import prompt
 
 from adaflash.engine.build import Drafting, Models, assemble, size_cache
 from adaflash.engine.catalog import DEFAULT_MODEL, locate
-from adaflash.engine.config import EngineConfig, SpeculationConfig, parse_policy
+from adaflash.engine.config import EngineConfig, Policy, SpeculationConfig, parse_policy
 from adaflash.engine.devices import choose_device
 from adaflash.engine.engine import Engine
 from adaflash.engine.models.weights import load_decoder, load_drafter
@@ -39,6 +40,9 @@ from adaflash.engine.types import Request, Row, SamplingParams
 from adaflash.kernels.reference_attention import ReferenceAttention
 from adaflash.server.settings import default_cache_dir
 from adaflash.server.tokenizer import Tokenizer, load_tokenizer
+
+
+CONTROL = "reversed"
 
 
 @dataclass
@@ -104,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     path = locate(options.model, cache_dir=default_cache_dir(), on_progress=lambda *_: None)
     tokenizer = load_tokenizer(path)
-    policies = ["off", *options.policies.split(",")]
+    policies = ["off", CONTROL, *options.policies.split(",")]
     engines, known = build(options, path, policies)
     levels = [int(level) for level in options.concurrency.split(",")]
     runs: dict[tuple[int, str], list[Run]] = {}
@@ -113,7 +117,7 @@ def main() -> None:
             first = 1000 * (round_number + 2) + 10 * level
             asked = requests_of(tokenizer, first, level, options.tokens, options.temperature)
             for policy in policies:
-                run = serve(engines[policy], asked)
+                run = serve(engines[policy], asked[::-1] if policy == CONTROL else asked)
                 if policy == "off":
                     known.update(
                         {r.request_id: r.prompt_ids + run.texts[r.request_id] for r in asked}
@@ -138,16 +142,16 @@ def build(
     engines = {}
     with tempfile.TemporaryDirectory() as costs:
         for policy in policies:
-            kind, length = parse_policy(policy)
+            kind, length = parse_policy("off" if policy == CONTROL else policy)
             config = msgspec.structs.replace(
                 base,
                 speculation=SpeculationConfig(policy=kind, fixed_length=length),
                 cost_dir=costs,
             )
             drafter, drafting = None, None
-            if policy != "off" and options.drafter is not None:
+            if kind is not Policy.OFF and options.drafter is not None:
                 drafter = load_drafter(options.drafter, decoder.config, device.dtype, device.device)
-            elif policy != "off":
+            elif kind is not Policy.OFF:
                 drafting = Drafting(Replay(known, options.replay), widths=(2, 4, 8))
             models = Models(decoder, drafter, device, ReferenceAttention())
             engines[policy] = assemble(config, models, size_cache(config, models), drafting)

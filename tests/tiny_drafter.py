@@ -44,37 +44,59 @@ def drafter_config(**changes: object) -> dict[str, object]:
     } | changes
 
 
-def drafter_tensors(*, seed: int = 0, qk_norm: bool = True) -> dict[str, Tensor]:
+def drafter_tensors(
+    *,
+    seed: int = 0,
+    qk_norm: bool = True,
+    num_heads: int = HEADS,
+    num_kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> dict[str, Tensor]:
     """Random weights under the published names, without a head."""
     generator = torch.Generator().manual_seed(seed)
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).mul_(1.5 / shape[-1] ** 0.5)
 
+    def norm(size: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=generator)
+
     weights = {
         "fc.weight": random(HIDDEN, len(TAPS) * HIDDEN),
-        "hidden_norm.weight": torch.ones(HIDDEN),
-        "norm.weight": torch.ones(HIDDEN),
+        "hidden_norm.weight": norm(HIDDEN),
+        "norm.weight": norm(HIDDEN),
     }
     for layer in range(DRAFT_LAYERS):
         prefix = f"layers.{layer}."
         weights |= {
-            prefix + "self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+            prefix + "self_attn.q_proj.weight": random(q_size, HIDDEN),
+            prefix + "self_attn.k_proj.weight": random(kv_size, HIDDEN),
+            prefix + "self_attn.v_proj.weight": random(kv_size, HIDDEN),
+            prefix + "self_attn.o_proj.weight": random(HIDDEN, q_size),
             prefix + "mlp.gate_proj.weight": random(FFN, HIDDEN),
             prefix + "mlp.up_proj.weight": random(FFN, HIDDEN),
             prefix + "mlp.down_proj.weight": random(HIDDEN, FFN),
-            prefix + "input_layernorm.weight": 1 + 0.1 * random(HIDDEN),
-            prefix + "post_attention_layernorm.weight": 1 + 0.1 * random(HIDDEN),
+            prefix + "input_layernorm.weight": norm(HIDDEN),
+            prefix + "post_attention_layernorm.weight": norm(HIDDEN),
         }
         if qk_norm:
             weights |= {
-                prefix + "self_attn.q_norm.weight": 1 + 0.1 * random(HEAD_DIM),
-                prefix + "self_attn.k_norm.weight": 1 + 0.1 * random(HEAD_DIM),
+                prefix + "self_attn.q_norm.weight": norm(head_dim),
+                prefix + "self_attn.k_norm.weight": norm(head_dim),
             }
     return weights
+
+
+def bias_tensors(*, seed: int = 2) -> dict[str, Tensor]:
+    """Biases of q, k and v, which Qwen2's layers have."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+    return {
+        f"layers.{layer}.self_attn.{part}_proj.bias": torch.randn(size, generator=generator)
+        for layer in range(DRAFT_LAYERS)
+        for part, size in sizes.items()
+    }
 
 
 def threshold_head_tensors(*, seed: int = 1) -> dict[str, Tensor]:
