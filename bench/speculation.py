@@ -41,7 +41,6 @@ from adaflash.kernels.reference_attention import ReferenceAttention
 from adaflash.server.settings import default_cache_dir
 from adaflash.server.tokenizer import Tokenizer, load_tokenizer
 
-
 CONTROL = "reversed"
 
 

@@ -95,8 +95,9 @@ class Scheduler:
         preempted: list[Sequence] = []
         decoding = self._decoding(preempted)
         left = self._max_batched_tokens - len(decoding)
+        kept = min(expected_drafts, left // 2) if decoding else 0
         # Never take in more in a step that had to push someone out.
-        prefills = self._prefills(left - min(expected_drafts, left // 2), may_admit=not preempted)
+        prefills = self._prefills(left - kept, may_admit=not preempted)
         rows = [self._verify_row(sequence) for sequence in decoding] + prefills
         room = left - sum(row.num_tokens for row in prefills)
         return StepPlan(tuple(rows), tuple(preempted), room)

@@ -12,4 +12,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return (wide * scale).to(x.dtype) * weight.to(x.dtype)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from adaflash.engine.kv_cache import KVCache
 from adaflash.engine.models.decoder import Layer, RMSNorm
 from adaflash.engine.models.drafter_config import DrafterConfig
-from adaflash.engine.models.heads import LengthHead, NoHead, SurvivalHead, ThresholdHead
+from adaflash.engine.models.heads import (
+    ChainHead,
+    LengthHead,
+    NoHead,
+    SurvivalHead,
+    ThresholdHead,
+)
 from adaflash.engine.models.inputs import ForwardInputs
 from adaflash.engine.models.rope import inverse_frequencies
 from adaflash.kernels.rope import rotation
@@ -33,6 +39,7 @@ class Drafter(nn.Module):
             self.mask_embedding = nn.Parameter(torch.empty(size))
         self.thresh_head_two_model: ThresholdHead | None = None
         self.survival_head: SurvivalHead | None = None
+        self.chain_head: ChainHead | None = None
         self.token_ids: Tensor | None  # [draft vocabulary] int64, ascending; None: the target's
         self.register_buffer("token_ids", None, persistent=False)
         self.inv_freq: Tensor  # [head_dim / 2] float32

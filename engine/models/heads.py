@@ -1,7 +1,7 @@
-"""Length heads: how much of a drafted block will survive, from its hidden states alone.
+"""Small networks on top of a drafted block's hidden states; serving and training share them.
 
-They run before the draft LM head and never see a drafted token, so that what they decide can bias
-nothing. Serving and training share them.
+Length heads say how much of a block will survive. They run before the draft LM head and never see a
+drafted token, so that what they decide can bias nothing. The chain head runs with the LM head.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from adaflash.engine.models.decoder import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,36 @@ class NoHead:
         num_rows, width = hidden.shape[:2]
         even = torch.full((num_rows, width - 1), 0.5, device=hidden.device)
         return _estimate(even, self.block_size)
+
+
+class ChainHead(nn.Module):
+    """Lets each draft know those before it: a recurrent net along the block.
+
+    u_k = SiLU(hidden(h_k) + token(norm(e_{k-1})) + state(u_{k-1})) and g_k = h_k + out(u_k), with
+    e_{k-1} the embedding of the token before and u_0 = 0; the LM head reads g_k instead of h_k. A
+    draft matters only if all before it were right, so in training these are the text's own tokens.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int, eps: float) -> None:
+        super().__init__()
+        self.token_norm = RMSNorm(hidden_size, eps)
+        self.hidden = nn.Linear(hidden_size, inner_size)
+        self.token = nn.Linear(hidden_size, inner_size, bias=False)
+        self.state = nn.Linear(inner_size, inner_size, bias=False)
+        self.out = nn.Linear(inner_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One place further, for N blocks.
+
+        hidden: [N, hidden], states at this place; token: [N, hidden], embeddings of the tokens
+        before it; state: [N, inner]. Returns what the LM head reads [N, hidden], and the new state.
+        """
+        inputs = self.hidden(hidden) + self.token(self.token_norm(token)) + self.state(state)
+        state = functional.silu(inputs)
+        return hidden + self.out(state), state
+
+    def first_state(self, count: int, like: Tensor) -> Tensor:
+        return like.new_zeros(count, self.state.in_features)
 
 
 def _estimate(conditional: Tensor, block_size: int) -> LengthEstimate:

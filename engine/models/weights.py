@@ -21,12 +21,13 @@ from adaflash.engine.models.decoder import Decoder
 from adaflash.engine.models.drafter import Drafter
 from adaflash.engine.models.drafter_config import drafter_config
 from adaflash.engine.models.gguf_checkpoint import GgufCheckpoint
-from adaflash.engine.models.heads import SurvivalHead, ThresholdHead
+from adaflash.engine.models.heads import ChainHead, SurvivalHead, ThresholdHead
 from adaflash.engine.models.rope import inverse_frequencies
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKEN_IDS = "draft_token_ids"  # of a reduced draft vocabulary
 FC = "fc.weight"
+CHAIN_HEAD = "chain_head"
 LENGTH_HEADS = {"thresh_head_two_model": ThresholdHead, "survival_head": SurvivalHead}
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the config says anyway
 
@@ -104,12 +105,15 @@ def load_drafter(
 
 
 def _add_heads(drafter: Drafter, tensors: Tensors) -> None:
-    """The length heads that the checkpoint has."""
+    """The heads that the checkpoint has."""
     size, block_size = drafter.config.layers.hidden_size, drafter.config.block_size
     for name, kind in LENGTH_HEADS.items():
         if f"{name}.down.weight" in tensors.names():
             inner_size, _ = _matrix_shape(f"{name}.down.weight", tensors)
             setattr(drafter, name, kind(size, inner_size, block_size))
+    if f"{CHAIN_HEAD}.hidden.weight" in tensors.names():
+        inner_size, _ = _matrix_shape(f"{CHAIN_HEAD}.hidden.weight", tensors)
+        drafter.chain_head = ChainHead(size, inner_size, drafter.config.layers.rms_norm_eps)
 
 
 def _matrix_shape(name: str, tensors: Tensors) -> tuple[int, int]:

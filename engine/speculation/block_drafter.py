@@ -4,12 +4,14 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from adaflash.engine.batch_inputs import Paging, Span, build_inputs
 from adaflash.engine.kv_cache import KVCache
 from adaflash.engine.models.decoder import Decoder
 from adaflash.engine.models.drafter import Drafter
+from adaflash.engine.models.heads import ChainHead
 from adaflash.engine.sampler import ChoiceRow, Sampler
 from adaflash.engine.speculation.budget import Estimate
 from adaflash.engine.speculation.step import Block
@@ -58,17 +60,42 @@ class BlockDrafter:
     @torch.inference_mode()
     def propose(self, block: Block, lengths: Many[int]) -> list[tuple[int, ...]]:
         """The first `lengths[r]` drafts of each block; the LM head runs on these alone."""
+        if self._drafter.chain_head is not None:
+            return self._propose_in_turn(block, lengths, self._drafter.chain_head)
         places = [(r, j) for r, length in enumerate(lengths) for j in range(1, length + 1)]
         if not places:
             return [()] * len(block.rows)
         row, position = torch.tensor(places, device=block.hidden.device).unbind(1)
-        logits = functional.linear(block.hidden[row, position], self._head_weight).float()
-        chosen = iter(
-            self._sampler.token_ids(
-                logits, [ChoiceRow(block.rows[r].sequence, unseen=j - 1) for r, j in places]
-            )
-        )
+        spots = [ChoiceRow(block.rows[r].sequence, unseen=j - 1) for r, j in places]
+        chosen = iter(self._choose(block.hidden[row, position], spots))
         return [tuple(next(chosen) for _ in range(length)) for length in lengths]
+
+    def _propose_in_turn(
+        self, block: Block, lengths: Many[int], chain: ChainHead
+    ) -> list[tuple[int, ...]]:
+        """Place by place, over all blocks that go so far: each draft knows those before it."""
+        drafts: list[tuple[int, ...]] = [()] * len(block.rows)
+        active = [r for r, length in enumerate(lengths) if length > 0]
+        state = chain.first_state(len(active), block.hidden)
+        while active:
+            place = len(drafts[active[0]])
+            before = [self._last(block.rows[r], drafts[r]) for r in active]
+            token = self._embed(torch.tensor(before, device=block.hidden.device))
+            hidden, state = chain(block.hidden[active, place + 1], token, state)
+            spots = [ChoiceRow(block.rows[r].sequence, drafts[r]) for r in active]
+            for r, token_id in zip(active, self._choose(hidden, spots), strict=True):
+                drafts[r] += (token_id,)
+            kept = [n for n, r in enumerate(active) if lengths[r] > place + 1]
+            active, state = [active[n] for n in kept], state[kept]
+        return drafts
+
+    def _choose(self, hidden: Tensor, spots: Many[ChoiceRow]) -> list[int]:
+        """hidden: [N, hidden]. Tokens of the draft vocabulary, with the noise of their places."""
+        logits = functional.linear(hidden, self._head_weight).float()
+        return self._sampler.token_ids(logits, spots)
+
+    def _last(self, row: Row, drafts: tuple[int, ...]) -> int:
+        return drafts[-1] if drafts else row.sequence.token_ids[row.start]
 
     @torch.inference_mode()
     def observe(self, verified: Verified) -> None:

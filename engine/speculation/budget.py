@@ -163,7 +163,9 @@ class Budget:
 
 def _without_nan(estimate: Estimate) -> Estimate:
     """A block of which the head can say nothing, as after an overflow, is worth nothing."""
-    return Estimate(np.nan_to_num(estimate.conditional), np.nan_to_num(estimate.ratio))
+    return Estimate(
+        np.nan_to_num(estimate.conditional, posinf=1.0), np.nan_to_num(estimate.ratio, posinf=1.0)
+    )
 
 
 def _expected(order: Order, num_drafts: int) -> int:
@@ -179,7 +181,7 @@ def _expected(order: Order, num_drafts: int) -> int:
 
 
 def best_prefixes(
-    survival: Floats, room: int, *, num_rows: int, cost_s: Callable[[Ints], Floats]
+    survival: Floats, room: int, *, num_rows: float, cost_s: Callable[[Ints], Floats]
 ) -> tuple[Ints, float]:
     """Lengths [R] with the most tokens per second, and that rate.
 

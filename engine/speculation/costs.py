@@ -4,12 +4,12 @@ Real costs are staircases, so each part of a step is a table over its rows, line
 a price per token of context that its attention reads.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FORMAT = 1  # of the file
-CONTEXT_UNIT = 10_000  # tokens; brings the context's price to the size of the others
+CONTEXT_UNIT = 50_000  # tokens; brings the context's price to the size of the others
 RATE = 0.03  # of a correction, by normalised least mean squares (Widrow and Hoff, 1960)
 SPEED_RATE = 0.3  # the machine as a whole gets slower and faster quicker than its shape changes
 MAX_SURPRISE = 2.0  # what took longer than this many times the prediction was disturbed
@@ -40,7 +40,7 @@ class CostCurve:
         self.seconds: Floats = _lowered(np.array(seconds, dtype=np.float64))
         self.per_context_unit = per_context_unit
 
-    def at(self, rows: Ints, context_tokens: int = 0) -> Floats:
+    def at(self, rows: Ints | Floats, context_tokens: int = 0) -> Floats:
         """Seconds, never falling with the rows; 0 for no rows."""
         beyond = np.maximum(rows / self.rows[-1], 1.0)
         seconds = np.interp(rows, self.rows, self.seconds) * beyond
@@ -65,12 +65,9 @@ class CostCurve:
         self.seconds = np.maximum.accumulate(corrected) if step > 0 else _lowered(corrected)
         self.per_context_unit = max(0.0, self.per_context_unit + step * context)
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "rows": [int(rows) for rows in self.rows],
-            "seconds": self.seconds.tolist(),
-            "per_context_unit": self.per_context_unit,
-        }
+    def stored(self) -> "StoredCurve":
+        rows = [int(rows) for rows in self.rows]
+        return StoredCurve(rows, self.seconds.tolist(), self.per_context_unit)
 
 
 def _lowered(seconds: Floats) -> Floats:
@@ -136,35 +133,53 @@ class CostModel:
     def save(self, path: Path, key: str) -> None:
         """Write to `path`, whole or not at all. key: of what it was measured on."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "key": key, "speed": self.speed}
-        curves = {name: getattr(self, name).as_json() for name in CURVES}
+        curves = [
+            curve.stored() for curve in (self.denoise, self.propose, self.verify, self.choose)
+        ]
         scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(content | curves, indent=1), encoding="utf-8")
+        scratch.write_bytes(msgspec.json.encode(_Stored(FORMAT, key, self.speed, *curves)))
         scratch.replace(path)
 
 
-CURVES = ("denoise", "propose", "verify", "choose")
+class StoredCurve(msgspec.Struct, frozen=True):
+    """A CostCurve in a file."""
+
+    rows: list[Annotated[int, msgspec.Meta(ge=1)]]
+    seconds: list[Annotated[float, msgspec.Meta(gt=0)]]
+    per_context_unit: Annotated[float, msgspec.Meta(ge=0)]
+
+    def curve(self) -> CostCurve:
+        """Raises ValueError."""
+        rows, finite = self.rows, all(map(math.isfinite, [*self.seconds, self.per_context_unit]))
+        if not finite or not len(rows) == len(self.seconds) > 0 or rows != sorted(set(rows)):
+            raise ValueError("not a table of costs")
+        return CostCurve(rows, self.seconds, self.per_context_unit)
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """A CostModel in a file."""
+
+    format: int
+    key: str
+    speed: Annotated[float, msgspec.Meta(gt=0)]
+    denoise: StoredCurve
+    propose: StoredCurve
+    verify: StoredCurve
+    choose: StoredCurve
 
 
 def load_costs(path: Path, key: str) -> CostModel | None:
     """What `save` wrote for the same key; None if there is no such file or it is of no use."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT or content["key"] != key:
+        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
+        if stored.format != FORMAT or stored.key != key or not math.isfinite(stored.speed):
             return None
-        curves = {name: _curve(content[name]) for name in CURVES}
-        speed = float(content["speed"])
-        return CostModel(**curves, speed=speed) if 0 < speed < math.inf else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return CostModel(
+            denoise=stored.denoise.curve(),
+            propose=stored.propose.curve(),
+            verify=stored.verify.curve(),
+            choose=stored.choose.curve(),
+            speed=stored.speed,
+        )
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError, OverflowError):
         return None
-
-
-def _curve(content: dict[str, Any]) -> CostCurve:
-    """What `as_json` made. Raises ValueError, KeyError, TypeError, OverflowError."""
-    rows = [int(rows) for rows in content["rows"]]
-    seconds = [float(seconds) for seconds in content["seconds"]]
-    price = float(content["per_context_unit"])
-    is_table = len(rows) == len(seconds) > 0 and rows == sorted(set(rows)) and rows[0] > 0
-    if not (is_table and all(0 < s < math.inf for s in seconds) and 0 <= price < math.inf):
-        raise ValueError("not a table of costs")
-    return CostCurve(rows, seconds, price)

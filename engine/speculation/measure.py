@@ -18,7 +18,7 @@ from adaflash.engine.types import Request, Row, RowKind, SamplingParams, Sequenc
 COARSE = (1, 8, 32, 128, 512, 2048)  # rows that are always measured
 FINE = (4, 16, 64, 256, 1024, 2, 12, 24, 48, 96, 192, 384, 768, 1536)  # while there is time
 FINE_S = 0.5  # seconds for the fine ones of each curve; serving fills in the rest
-ROUNDS = 2  # the quicker one counts
+SWEEPS = 2  # the quicker one counts
 CONTEXT = 16  # tokens before the measured ones
 LONG = 1024  # tokens before them when the price of context is measured, if the cache has room
 MANY = 8  # sequences for that
@@ -142,7 +142,10 @@ class _Bench:
 
 def _curve(run: Callable[[int], float], most: int, per_context_unit: float = 0.0) -> CostCurve:
     """Seconds of `run` by rows, up to `most`."""
-    seconds = {rows: run(rows) for rows in (*_below(COARSE, most), most)}
+    coarse = [*_below(COARSE, most), most]
+    # Sweep by sweep, so that a disturbance does not hit all runs of one size; it only adds.
+    sweeps = [[run(rows) for rows in coarse] for _ in range(SWEEPS)]
+    seconds = dict(zip(coarse, map(min, zip(*sweeps, strict=True)), strict=True))
     deadline = time.perf_counter() + FINE_S
     for rows in _below(FINE, most):
         if time.perf_counter() > deadline:
@@ -168,9 +171,6 @@ def _row(sequence: Sequence) -> Row:
 
 def _timed(run: Callable[[], object]) -> float:
     """Seconds."""
-    times = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started

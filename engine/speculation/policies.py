@@ -24,8 +24,10 @@ from adaflash.engine.stopping import ModelLimits
 
 RESUME_GAIN = 1.03  # drafting that has stopped starts again at this gain, and stops below 1
 SAMPLED_ROWS = 8  # rows of a probe, and of a step that verifies whole blocks for calibration
-RECENT_BLOCKS = 128  # blocks from which the next ones are forecast
+RECENT_BLOCKS = 128  # blocks from which the next ones are forecast, if so many rows are drafted
+FORECAST_BLOCKS = 32  # at least so many, also when the rows are fewer
 FIRST_BLOCKS = 24  # blocks to look at before judging whether drafting pays
+USUAL_RATE = 0.3  # weight of the newest step in the running mean of chances
 MAX_PROBE_GAP = 8  # probes that find no gain come ever more seldom, up to so many times the gap
 
 
@@ -110,6 +112,7 @@ class Goodput:
         self._costs = costs
         self._calibration = calibration
         self._recent: deque[Floats] = deque(maxlen=RECENT_BLOCKS)  # conditional chances [B - 1]
+        self._usual: Floats = np.ones(widths[-1] - 1)  # chances by position, a running mean
         self._num_idle = 0  # steps since the last that drafted
         self._probe_gap = config.probe_every
         self._num_drafting = 0  # steps
@@ -121,9 +124,12 @@ class Goodput:
         width, gain = self._best_width(load)
         if gain == 0:
             return Order(load, no_draft=NoDraft.NO_ROOM)
-        self.is_paying = gain > (1 if self.is_paying else RESUME_GAIN)
+        if load.room > 0:
+            self.is_paying = gain > (1 if self.is_paying else RESUME_GAIN)
         if not self.is_paying:
             return self._idle(load, width)
+        if load.room == 0:
+            return Order(load, no_draft=NoDraft.NO_ROOM)
         self._num_idle, self._probe_gap = 0, self._config.probe_every
         self._num_drafting += 1
         widest = self._widths[-1]
@@ -143,32 +149,48 @@ class Goodput:
 
     def _best_width(self, load: Load) -> tuple[int, float]:
         """The block width that promises most, and its rate against not drafting; 0: no room."""
-        zero = np.zeros(1, dtype=np.int64)
-        plain = load.num_rows / max(float(self._cost_of(load, 0, 0)(zero)[0]), 1e-9)
+        plain = self._plain(load)
         best_width, best_gain = self._widths[0], 0.0
         for width in self._widths:
             chosen = load.candidates(width)
             if not chosen:
                 continue
-            forecast = self._forecast(len(chosen), width)
-            context = context_of([load.rows[index] for index in chosen])
-            _, rate = best_prefixes(
-                usable(forecast, [load.caps[index] for index in chosen]),
-                load.room,
-                num_rows=load.num_rows,
-                cost_s=self._cost_of(load, len(chosen) * width, context),
-            )
+            rate = self._promise(load, chosen, width, self._forecast(len(chosen), width))
             if rate / plain > best_gain:
                 best_width, best_gain = width, rate / plain
         return best_width, best_gain
 
-    def _forecast(self, num_rows: int, width: int) -> Floats:
-        """Survival [R, width - 1] as the newest blocks had it, by today's calibration."""
-        blocks = np.stack(self._recent)[::-1][:, : width - 1]
-        survival = self._calibration.survival(blocks)
-        return survival[np.arange(num_rows) % len(survival)]
+    def _plain(self, load: Load) -> float:
+        """Tokens per second without drafts."""
+        seconds = float(self._cost_of(load, 0, 0)(np.zeros(1))[0])
+        return load.num_rows / max(seconds, 1e-9)
 
-    def _cost_of(self, load: Load, block_rows: int, context: int) -> Callable[[Ints], Floats]:
+    def _promise(self, load: Load, chosen: list[int], width: int, blocks: Floats) -> float:
+        """Tokens per second of drafting `chosen`, if their blocks were like these.
+
+        blocks: survival [M, width - 1]. M need not be the number of rows: of a few rows' newest
+        blocks little can be said, and of many rows' enough by a part.
+        """
+        steps = len(blocks) / len(chosen)  # that draft so many blocks
+        caps = np.resize([load.caps[index] for index in chosen], len(blocks))
+        context = context_of([load.rows[index] for index in chosen])
+        cost_s = self._cost_of(load, len(chosen) * width, context)
+        _, rate = best_prefixes(
+            usable(blocks, caps),
+            round(load.room * steps),
+            num_rows=load.num_rows * steps,
+            cost_s=lambda num_drafts: steps * cost_s(num_drafts / steps),
+        )
+        return rate
+
+    def _forecast(self, num_rows: int, width: int) -> Floats:
+        """Survival [M, width - 1] as the newest blocks had it, by today's calibration."""
+        newest = np.stack(self._recent)[-max(num_rows, FORECAST_BLOCKS) :]
+        return self._calibration.survival(newest[:, : width - 1])
+
+    def _cost_of(
+        self, load: Load, block_rows: int, context: int
+    ) -> Callable[[Ints | Floats], Floats]:
         """Seconds of the decoding part of the step by its number of drafts.
 
         Prefill tokens are not charged: they are due anyway, and only the drafts' own cost on top of
@@ -180,7 +202,7 @@ class Goodput:
         base -= float(costs.verify.at(tokens * one)[0])
         base += float(costs.denoise.at(block_rows * one, context)[0])
 
-        def cost_s(num_drafts: Ints) -> Floats:
+        def cost_s(num_drafts: Ints | Floats) -> Floats:
             verify = costs.verify.at(tokens + num_drafts)
             choose = costs.choose.at(rows + num_drafts)
             return base + verify + choose + costs.propose.at(num_drafts)
@@ -191,17 +213,26 @@ class Goodput:
         self._num_idle += 1
         if self._num_idle < self._probe_gap:
             return Order(load, no_draft=NoDraft.NO_GAIN)
-        self._num_idle = 0
-        longest = self._config.probe_every * MAX_PROBE_GAP
-        self._probe_gap = min(2 * self._probe_gap, longest)
-        return self._sample(load, width)
+        order = self._sample(load, width)
+        if order.width > 0:
+            self._num_idle = 0
+            longest = self._config.probe_every * MAX_PROBE_GAP
+            self._probe_gap = min(2 * self._probe_gap, longest)
+        return order
 
     def _sample(self, load: Load, width: int) -> Order:
         """Draft a few rows and verify them whole, each time others."""
         chosen = self._rotated(load, width)[:SAMPLED_ROWS]
         if not chosen or load.room == 0:
             return Order(load, no_draft=NoDraft.NO_ROOM)
+        if not self._could_pay(load, chosen, width):
+            return Order(load, no_draft=NoDraft.NO_GAIN)
         return _order(load, chosen, width, is_probe=True, num_whole=SAMPLED_ROWS)
+
+    def _could_pay(self, load: Load, chosen: list[int], width: int) -> bool:
+        """Whether a drafter that is always right would be worth its time."""
+        perfect = np.ones((len(chosen), width - 1))
+        return self._promise(load, chosen, width, perfect) > self._plain(load)
 
     def _rotated(self, load: Load, width: int) -> list[int]:
         """All candidates, each time beginning with others."""
@@ -211,9 +242,17 @@ class Goodput:
         return chosen[start:] + chosen[:start]
 
     def _remember(self, estimate: Estimate) -> None:
-        """A narrow block's missing positions are taken to be like its last."""
-        missing = self._widths[-1] - 1 - estimate.conditional.shape[1]
-        self._recent.extend(np.pad(estimate.conditional, ((0, 0), (0, missing)), mode="edge"))
+        """A narrow block's missing positions are taken to be as usual, or like its last if worse.
+
+        Like its last alone they would promise too much, and make the next step a wide one.
+        """
+        conditional = estimate.conditional
+        seen, newest = conditional.shape[1], conditional.mean(axis=0)
+        if not self._recent:
+            self._usual[:seen] = newest
+        self._usual[:seen] += USUAL_RATE * (newest - self._usual[:seen])
+        missing = np.minimum(conditional[:, -1:], self._usual[seen:])
+        self._recent.extend(np.concatenate((conditional, missing), axis=1))
 
 
 def order_all(load: Load, width: int) -> Order:
