@@ -9,6 +9,7 @@ first local one, because real costs are staircases.
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -43,19 +44,27 @@ class Load:
 
     @property
     def context_tokens(self) -> int:
-        return context_of(self.rows)
+        return int(self.contexts.sum())
 
     @property
     def has_prefill(self) -> bool:
         return self.num_tokens > len(self.rows)
 
+    @cached_property
+    def contexts(self) -> Ints:
+        """Tokens of context that each row reads [R]."""
+        return np.array([row.start + row.num_tokens for row in self.rows], dtype=np.int64)
+
+    @cached_property
+    def open_slots(self) -> Ints:
+        """Draft slots of each row [R]; none where there is no use for drafts."""
+        pairs = zip(self.rows, self.caps, strict=True)
+        return np.array([row.draft_slots if cap > 0 else 0 for row, cap in pairs], dtype=np.int64)
+
     def candidates(self, width: int) -> list[int]:
         """Indices of the rows that have the slots for a block of `width`, and a use for it."""
-        return [
-            index
-            for index, (row, cap) in enumerate(zip(self.rows, self.caps, strict=True))
-            if cap > 0 and row.draft_slots >= width - 1
-        ]
+        found: list[int] = np.flatnonzero(self.open_slots >= width - 1).tolist()
+        return found
 
 
 def load_of(plan: StepPlan, limits: ModelLimits) -> Load:

@@ -173,7 +173,7 @@ class Goodput:
         """
         steps = len(blocks) / len(chosen)  # that draft so many blocks
         caps = np.resize([load.caps[index] for index in chosen], len(blocks))
-        context = context_of([load.rows[index] for index in chosen])
+        context = int(load.contexts[chosen].sum())
         cost_s = self._cost_of(load, len(chosen) * width, context)
         _, rate = best_prefixes(
             usable(blocks, caps),
