@@ -27,6 +27,7 @@ class Command:
 COMMANDS = {
     "serve": Command("adaflash.server.cli", "serve", "start the server"),
     "pull": Command("adaflash.server.cli", "pull", "fetch a model into the local cache"),
+    "train": Command("adaflash.training.cli", "train", "make a drafter"),
 }
 
 

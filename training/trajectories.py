@@ -1,0 +1,101 @@
+"""Texts that the target wrote, as token ids in shards on disk.
+
+A shard is one safetensors file, written under a temporary name and renamed: whoever looks sees a
+whole shard or none. Shards of a folder are numbered; readers take them in that order.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from adaflash.engine.errors import CheckpointError
+
+PATTERN = "shard-*.safetensors"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One prompt and the target's answer."""
+
+    name: str  # of the prompt, and which sample of it
+    domain: str
+    token_ids: tuple[int, ...]  # prompt, then answer
+    prompt_len: int  # tokens
+    rejected: tuple[int, ...] = ()  # positions at which the server's drafts were rejected
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+
+def write_shard(folder: Path, trajectories: Sequence[Trajectory]) -> Path:
+    """Write the next shard of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = max((_number(path) for path in folder.glob(PATTERN)), default=-1) + 1
+    target = folder / f"shard-{number:06d}.safetensors"
+    scratch = folder / f".{target.name}.{os.getpid()}"
+    save_file(_pack(trajectories), scratch, metadata={"trajectories": _describe(trajectories)})
+    scratch.replace(target)
+    return target
+
+
+def read_shards(folder: Path) -> Iterator[Trajectory]:
+    """All trajectories of a folder. Raises CheckpointError for a file that is no shard."""
+    for path in sorted(folder.glob(PATTERN)):
+        yield from read_shard(path)
+
+
+def read_shard(path: Path) -> list[Trajectory]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            described = json.loads(file.metadata()["trajectories"])
+            tokens, rejected = (file.get_tensor(name).tolist() for name in ("tokens", "rejected"))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    found, token_at, rejected_at = [], 0, 0
+    for item in described:
+        token_end, rejected_end = token_at + item["tokens"], rejected_at + item["rejected"]
+        found.append(
+            Trajectory(
+                item["name"],
+                item["domain"],
+                tuple(tokens[token_at:token_end]),
+                item["prompt_len"],
+                tuple(rejected[rejected_at:rejected_end]),
+            )
+        )
+        token_at, rejected_at = token_end, rejected_end
+    return found
+
+
+def _pack(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.tensor([t for item in trajectories for t in item.token_ids]).int(),
+        "rejected": torch.tensor([p for item in trajectories for p in item.rejected]).int(),
+    }
+
+
+def _describe(trajectories: Sequence[Trajectory]) -> str:
+    return json.dumps(
+        [
+            {
+                "name": item.name,
+                "domain": item.domain,
+                "prompt_len": item.prompt_len,
+                "tokens": len(item.token_ids),
+                "rejected": len(item.rejected),
+            }
+            for item in trajectories
+        ]
+    )
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.partition("-")[2]
+    return int(digits) if digits.isdigit() else -1
