@@ -1,6 +1,7 @@
 """The block-diffusion drafter over the pages: masks to hidden states to tokens."""
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,17 @@ from adaflash.engine.speculation.step import Block
 from adaflash.engine.target import Verified
 from adaflash.engine.types import Row
 
+PENDING_ROWS = 128  # tokens whose context may wait to be written
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Of a Verified, what the context is made from; the logits need not wait with it."""
+
+    features: Tensor
+    positions: Tensor
+    slots: Tensor
+
 
 class BlockDrafter:
     """See DraftSource. Embedding and LM head are the target's, cut to the draft vocabulary."""
@@ -29,6 +41,7 @@ class BlockDrafter:
         self._kv = kv
         self._sampler = sampler
         self._paging = paging
+        self._pending: list[_Pending] = []  # tokens whose context is not written yet
         self._embed = decoder.embed_tokens
         self._mask = (
             drafter.mask_embedding
@@ -41,6 +54,7 @@ class BlockDrafter:
     @torch.inference_mode()
     def denoise(self, rows: Many[Row], width: int) -> Block:
         """Hidden states of blocks of `width`; needs width - 1 draft slots of every row."""
+        self._write_pending()
         spans = [Span(row.sequence, row.start, width) for row in rows]
         inputs = build_inputs(spans, self._paging, causal=False)
         newest = [row.sequence.token_ids[row.start] for row in rows]
@@ -101,6 +115,25 @@ class BlockDrafter:
     def observe(self, verified: Verified) -> None:
         """Keep the context of all tokens that the target has just computed.
 
-        That of rejected drafts too: it lies behind the sequence's end and is written over.
+        That of rejected drafts too: it lies behind the sequence's end and is written over. Nobody
+        reads context before the next block is drafted, so while none is, several steps' tokens are
+        written together: reading the weights for one row a step would cost more than the rows.
         """
-        self._drafter.write_context(verified.features, verified.positions, verified.slots, self._kv)
+        self._pending.append(_Pending(verified.features, verified.positions, verified.slots))
+        if sum(len(item.slots) for item in self._pending) >= PENDING_ROWS:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        slots = torch.cat([item.slots for item in pending])
+        # If a slot has a new owner by now, the newest counts: one step after the other.
+        moved = len(set(slots.tolist())) < len(slots)
+        for group in [[item] for item in pending] if moved else [pending]:
+            self._drafter.write_context(
+                torch.cat([item.features for item in group]),
+                torch.cat([item.positions for item in group]),
+                torch.cat([item.slots for item in group]),
+                self._kv,
+            )

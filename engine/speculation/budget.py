@@ -20,6 +20,8 @@ from adaflash.engine.speculation.costs import CostModel, StepWork
 from adaflash.engine.stopping import ModelLimits, tokens_left
 from adaflash.engine.types import Row, StepPlan
 
+LEARN_EVERY = 4  # steps without drafts; one of them corrects the cost model
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -129,6 +131,7 @@ class Budget:
         self._limits = limits
         self._calibration = calibration
         self._costs = costs
+        self._num_steps = 0
         self.expected_drafts = 0  # of the next step, going by the last
 
     def order(self, plan: StepPlan) -> Order:
@@ -154,8 +157,10 @@ class Budget:
                 allotment.estimate.conditional, allotment.lengths, np.array(accepted)
             )
         predicted_s = 0.0
+        self._num_steps += 1
+        is_sample = order.width > 0 or self._num_steps % LEARN_EVERY == 0
         # Prefill chunks cost by their context too, which the model does not know.
-        if self._costs is not None and not order.load.has_prefill:
+        if self._costs is not None and is_sample and not order.load.has_prefill:
             predicted_s = self._costs.seconds(work)
             self._costs.learn(work)
         return SpeculationStats(

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ RECENT_BLOCKS = 128  # blocks from which the next ones are forecast, if so many 
 FORECAST_BLOCKS = 32  # at least so many, also when the rows are fewer
 FIRST_BLOCKS = 24  # blocks to look at before judging whether drafting pays
 USUAL_RATE = 0.3  # weight of the newest step in the running mean of chances
+RETHINK_EVERY = 4  # steps for which an outlook holds while the load stays about the same
 MAX_PROBE_GAP = 8  # probes that find no gain come ever more seldom, up to so many times the gap
 
 
@@ -116,16 +117,18 @@ class Goodput:
         self._num_idle = 0  # steps since the last that drafted
         self._probe_gap = config.probe_every
         self._num_drafting = 0  # steps
+        self._best, self._size = (widths[0], 0.0), (0, 0)  # the last outlook, and the load then
+        self._outlook_age = 0  # steps
         self._num_sampled = 0  # steps that verified whole blocks
 
     def order(self, load: Load) -> Order:
         if len(self._recent) < FIRST_BLOCKS:
             return self._sample(load, self._widths[-1])
-        width, gain = self._best_width(load)
-        if gain == 0:
+        if not load.candidates(self._widths[0]):
             return Order(load, no_draft=NoDraft.NO_ROOM)
-        if load.room > 0:
-            self.is_paying = gain > (1 if self.is_paying else RESUME_GAIN)
+        # Without room now: would it pay with room? Then some is kept free in the next step.
+        width, gain = self._outlook(load if load.room else replace(load, room=sum(load.caps)))
+        self.is_paying = gain > (1 if self.is_paying else RESUME_GAIN)
         if not self.is_paying:
             return self._idle(load, width)
         if load.room == 0:
@@ -146,6 +149,15 @@ class Goodput:
             cost_s=self._cost_of(order.load, len(order.rows) * order.width, context_of(order.rows)),
         )
         return lengths
+
+    def _outlook(self, load: Load) -> tuple[int, float]:
+        """`_best_width`, thought over again every few steps, and when the load has changed."""
+        self._outlook_age += 1
+        size = (load.num_rows, load.context_tokens)
+        alike = all(abs(now - then) <= then / 8 for now, then in zip(size, self._size, strict=True))
+        if not alike or self._outlook_age >= RETHINK_EVERY or not load.candidates(self._best[0]):
+            self._best, self._size, self._outlook_age = self._best_width(load), size, 0
+        return self._best
 
     def _best_width(self, load: Load) -> tuple[int, float]:
         """The block width that promises most, and its rate against not drafting; 0: no room."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from adaflash.engine.config import Policy, SpeculationConfig
 from adaflash.engine.messages import NoDraft
+from adaflash.engine.speculation import policies
 from adaflash.engine.speculation.budget import Allotment, Budget, Estimate, Order
 from adaflash.engine.speculation.calibration import Floats
 from adaflash.engine.speculation.costs import CONTEXT_UNIT, CostCurve, CostModel
@@ -228,7 +229,10 @@ def gain_by_context() -> tuple[CostModel, Callable[[float], tuple[Row]]]:
     return CostModel(curve(lambda _: 1.0), nothing, verify, nothing), row
 
 
-def test_drafting_that_stopped_resumes_only_at_a_clear_gain() -> None:
+def test_drafting_that_stopped_resumes_only_at_a_clear_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "RETHINK_EVERY", 1)
     costs, row = gain_by_context()
     assert RESUME_GAIN == 1.03
     budget = drafting_budget(CONFIG, (4,), LIMITS, costs)
