@@ -1,18 +1,20 @@
-"""Texts that the target wrote, as token ids in shards on disk.
+"""Texts that the target wrote, as token ids in shards on disk. No torch.
 
 A shard is one safetensors file, written under a temporary name and renamed: whoever looks sees a
 whole shard or none. Shards of a folder are numbered; readers take them in that order.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.numpy import save
 
 from adaflash.engine.errors import CheckpointError
 
@@ -23,7 +25,7 @@ PATTERN = "shard-*.safetensors"
 class Trajectory:
     """One prompt and the target's answer."""
 
-    name: str  # of the prompt, and which sample of it
+    name: str  # of the prompt, then `#` and which sample of it
     domain: str
     token_ids: tuple[int, ...]  # prompt, then answer
     prompt_len: int  # tokens
@@ -34,15 +36,34 @@ class Trajectory:
         return len(self.token_ids) - self.prompt_len
 
 
-def write_shard(folder: Path, trajectories: Sequence[Trajectory]) -> Path:
-    """Write the next shard of the folder."""
+def write_shard(folder: Path, trajectories: Sequence[Trajectory], *, first_number: int = 0) -> Path:
+    """Write the next shard of the folder; numbers start at `first_number`. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = max((_number(path) for path in folder.glob(PATTERN)), default=-1) + 1
-    target = folder / f"shard-{number:06d}.safetensors"
-    scratch = folder / f".{target.name}.{os.getpid()}"
-    save_file(_pack(trajectories), scratch, metadata={"trajectories": _describe(trajectories)})
-    scratch.replace(target)
+    newest = max((shard_number(path) for path in folder.glob(PATTERN)), default=-1)
+    target = folder / f"shard-{max(newest + 1, first_number):06d}.safetensors"
+    save_shard(target, trajectories)
     return target
+
+
+def save_shard(path: Path, trajectories: Sequence[Trajectory]) -> None:
+    """Write one shard, replacing the one that is there. Raises OSError."""
+    metadata = {"trajectories": _describe(trajectories)}
+    replace_file(path, save(_pack(trajectories), metadata=metadata))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that at every moment the old one is there, or the new one, whole."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise
 
 
 def read_shards(folder: Path) -> Iterator[Trajectory]:
@@ -53,7 +74,7 @@ def read_shards(folder: Path) -> Iterator[Trajectory]:
 
 def read_shard(path: Path) -> list[Trajectory]:
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with safe_open(str(path), framework="numpy") as file:
             described = json.loads(file.metadata()["trajectories"])
             tokens, rejected = (file.get_tensor(name).tolist() for name in ("tokens", "rejected"))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -74,10 +95,15 @@ def read_shard(path: Path) -> list[Trajectory]:
     return found
 
 
-def _pack(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+def shard_number(path: Path) -> int:
+    digits = path.stem.partition("-")[2]
+    return int(digits) if digits.isdigit() else -1
+
+
+def _pack(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.int32]]:
     return {
-        "tokens": torch.tensor([t for item in trajectories for t in item.token_ids]).int(),
-        "rejected": torch.tensor([p for item in trajectories for p in item.rejected]).int(),
+        "tokens": np.array([t for item in trajectories for t in item.token_ids], dtype=np.int32),
+        "rejected": np.array([p for item in trajectories for p in item.rejected], dtype=np.int32),
     }
 
 
@@ -94,8 +120,3 @@ def _describe(trajectories: Sequence[Trajectory]) -> str:
             for item in trajectories
         ]
     )
-
-
-def _number(path: Path) -> int:
-    digits = path.stem.partition("-")[2]
-    return int(digits) if digits.isdigit() else -1

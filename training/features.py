@@ -18,10 +18,10 @@ from torch import Tensor
 from adaflash.engine.batch_inputs import Paging, VerifyRow, build_inputs
 from adaflash.engine.kv_cache import KVCache
 from adaflash.engine.models.decoder import Decoder
+from adaflash.engine.trajectories import PATTERN, Trajectory, read_shard
 from adaflash.engine.types import Request, Row, RowKind, SamplingParams
 from adaflash.engine.types import Sequence as EngineSequence
 from adaflash.kernels.reference_attention import ReferenceAttention
-from adaflash.training.trajectories import PATTERN, Trajectory, read_shard
 
 PAGE_SIZE = 16
 TOKENS_AT_ONCE = 2048  # of one target pass

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash.engine.engine import Engine
+from adaflash.engine.trajectories import Trajectory, read_shards, write_shard
 from adaflash.engine.types import Request, SamplingParams
 from adaflash.server.tokenizer import Tokenizer
 from adaflash.training.prompts import Prompt
-from adaflash.training.trajectories import Trajectory, read_shards, write_shard
 
 
 @dataclass(frozen=True)

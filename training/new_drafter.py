@@ -15,8 +15,8 @@ from adaflash.engine.models.drafter import Drafter
 from adaflash.engine.models.drafter_config import DrafterConfig, default_tap_layers
 from adaflash.engine.models.heads import ChainHead, SurvivalHead
 from adaflash.engine.models.weights import TOKEN_IDS, sources_of
+from adaflash.engine.trajectories import Trajectory
 from adaflash.training.config import DrafterShape
-from adaflash.training.trajectories import Trajectory
 
 NUM_TAPS = 5
 

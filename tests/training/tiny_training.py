@@ -6,8 +6,8 @@ import torch
 
 from adaflash.engine.models.decoder import Decoder
 from adaflash.engine.models.weights import load_decoder
+from adaflash.engine.trajectories import Trajectory, write_shard
 from adaflash.training.features import TextStore, ensure_features
-from adaflash.training.trajectories import Trajectory, write_shard
 from tests.tiny_model import VOCAB, write_tiny_model
 
 TAPS = (0, 1)
