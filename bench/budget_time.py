@@ -2,8 +2,9 @@
 
     python bench/budget_time.py
 
-"allot" is the joint optimum over all drafted blocks; "order" decides before them whether to draft
-and how wide; "learn" takes the outcome in. Blocks of 16, all requests drafted.
+"guess" looks for known text and takes in what became of it. "allot" is the joint optimum over all
+drafted blocks; "order" decides before them whether to draft and how wide; "learn" takes the outcome
+in. Blocks of 16, all requests drafted.
 """
 
 import statistics
@@ -14,6 +15,7 @@ import numpy as np
 from adaflash.engine.config import SpeculationConfig
 from adaflash.engine.speculation.budget import Estimate
 from adaflash.engine.speculation.costs import CostCurve, CostModel, StepWork
+from adaflash.engine.speculation.lookup import Lookup
 from adaflash.engine.speculation.policies import drafting_budget
 from adaflash.engine.stopping import ModelLimits
 from adaflash.engine.types import Request, Row, RowKind, SamplingParams, Sequence, StepPlan
@@ -23,9 +25,10 @@ RUNS = 200
 
 
 def main() -> None:
-    print("requests   order   allot   learn")
+    print("requests   guess   order   allot   learn")
     for count in (1, 8, 64, 256):
-        print(f"{count:>8}" + "".join(f"{1e3 * s:8.2f}" for s in times(count)))
+        seconds = (guess_s(count), *times(count))
+        print(f"{count:>8}" + "".join(f"{1e3 * s:8.2f}" for s in seconds))
 
 
 def times(count: int) -> tuple[float, float, float]:
@@ -44,11 +47,36 @@ def times(count: int) -> tuple[float, float, float]:
         allotment = budget.allot(order, estimate)
         allots.append(time.perf_counter() - clock)
         accepted = allotment.lengths.tolist()
-        work = StepWork(len(order.rows) * order.width, 9, 9, 9, 9, 9, 0.004, 0.02, 0.001)
+        work = StepWork(
+            block_rows=len(order.rows) * order.width,
+            num_drafts=9,
+            num_tokens=9,
+            num_choices=9,
+            draft_s=0.004,
+            verify_s=0.02,
+            sample_s=0.001,
+        )
         clock = time.perf_counter()
         budget.learn(order, allotment, accepted, work)
         learns.append(time.perf_counter() - clock)
     return statistics.median(orders), statistics.median(allots), statistics.median(learns)
+
+
+def guess_s(count: int) -> float:
+    """A step's part of looking up, for texts over 500 tokens that grow by 2 a step."""
+    draw, lookup = np.random.default_rng(0), Lookup(8, 1_000_000)
+    rows = [row(number) for number in range(count)]
+    known = row(count).sequence
+    known.token_ids += draw.integers(0, 500, 100_000).tolist()
+    lookup.remember(known)
+    seconds = []
+    for _ in range(RUNS):
+        clock = time.perf_counter()
+        lookup.learn(lookup.guess(rows), [[1, 2]] * count)
+        seconds.append(time.perf_counter() - clock)
+        for each in rows:
+            each.sequence.token_ids += draw.integers(0, 500, 2).tolist()
+    return statistics.median(seconds)
 
 
 def row(number: int) -> Row:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from adaflash.engine.messages import DraftedBy
 from adaflash.engine.models.inputs import ForwardInputs
 from adaflash.engine.types import Row, Sequence
 from adaflash.kernels.attention import AttentionBackend, PagedLayout
@@ -29,6 +30,7 @@ class VerifyRow:
 
     row: Row
     drafts: tuple[int, ...] = ()
+    drafted_by: DraftedBy | None = None  # None without drafts
 
     @property
     def span(self) -> Span:

@@ -6,14 +6,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from adaflash.engine.batch_inputs import Paging
-from adaflash.engine.config import EngineConfig, Policy
+from adaflash.engine.config import EngineConfig, Policy, SpeculationConfig
 from adaflash.engine.devices import GIB, Device, cache_bytes, choose_device, processor_name
 from adaflash.engine.engine import Engine
 from adaflash.engine.errors import ConfigError
 from adaflash.engine.kv_cache import KVCache, bytes_per_token
+from adaflash.engine.learning.start import (
+    DrafterFiles,
+    Served,
+    find_drafter_files,
+    start_learning,
+)
+from adaflash.engine.learning.versions import drafter_name
 from adaflash.engine.messages import EngineFacts, SpeculationFacts
 from adaflash.engine.models.config import ModelConfig
 from adaflash.engine.models.decoder import Decoder
@@ -24,7 +32,9 @@ from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
 from adaflash.engine.speculation.block_drafter import BlockDrafter
+from adaflash.engine.speculation.budget import Budget
 from adaflash.engine.speculation.cost_file import KeptCosts
+from adaflash.engine.speculation.lookup import Lookup
 from adaflash.engine.speculation.measure import Measured, MeasureLimits, measure_costs
 from adaflash.engine.speculation.policies import drafting_budget, plain_budget
 from adaflash.engine.speculation.step import DraftSource, StepParts
@@ -70,11 +80,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
     config.check()
     device = choose_device(config)
     torch.set_num_threads(device.num_threads)
+    files = find_drafter_files(config)
+    path = None if files.checkpoint is None else str(files.checkpoint)
+    config = msgspec.structs.replace(config, drafter_path=path)
     decoder = load_decoder(Path(config.model_path), device.dtype, device.device)
     drafter = choose_drafter(config, decoder, device)
     models = Models(decoder, drafter, device, ReferenceAttention())
     size = size_cache(config, models)
-    engine = assemble(config, models, size)
+    engine = assemble(config, models, size, files=files)
     return engine, EngineFacts(
         pid=os.getpid(),
         vocab_size=decoder.config.vocab_size,
@@ -91,14 +104,20 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineFacts]:
 
 
 def assemble(
-    config: EngineConfig, models: Models, size: CacheSize, drafting: Drafting | None = None
+    config: EngineConfig,
+    models: Models,
+    size: CacheSize,
+    drafting: Drafting | None = None,
+    files: DrafterFiles | None = None,
 ) -> Engine:
     """Put the parts together around loaded models.
 
-    drafting: another draft source than the models' own drafter.
+    drafting: another draft source than the models' own drafter; files: where that comes from.
     """
     if drafting is None and models.drafter is not None:
         drafting = _block_drafting(config, models, size)
+    source, widths = (drafting.source, drafting.widths) if drafting else (None, ())
+    lookup = _lookup_of(config.speculation)
     decoder = models.decoder
     limits = ModelLimits(decoder.config.vocab_size, _eos_of(decoder), size.max_model_len)
     pool = PagePool(size.num_pages, config.page_size)
@@ -107,18 +126,37 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         prefix_cache=config.prefix_cache,
-        draft_slots=drafting.widths[-1] - 1 if drafting else 0,
+        draft_slots=_longest_row(config, widths) - 1,
     )
     kv = _cache_of(decoder.config, config, models, size)
     taps = models.drafter.config.tap_layers if models.drafter else ()
     target = TargetModel(decoder, kv, _paging_of(config, models), taps)
     chooser = Sampler(limits.vocab_size, limits.eos_token_ids)
-    if drafting is None:
-        return Engine(pool, scheduler, StepParts(target, chooser, plain_budget(limits)), limits)
-    kept = _costs_of(config, models, Measured(target, chooser, drafting.source, pool), drafting)
-    budget = drafting_budget(config.speculation, drafting.widths, limits, kept.costs)
-    parts = StepParts(target, chooser, budget, drafting.source)
-    return Engine(pool, scheduler, parts, limits, on_rest=kept.save_if_due)
+    if source is None and lookup is None:
+        engine = Engine(pool, scheduler, StepParts(target, chooser, plain_budget(limits)), limits)
+        engine.learning = start_learning(config, files or DrafterFiles())
+        return engine
+    measured = Measured(target, chooser, source, pool)
+    kept = _costs_of(config, models, measured, widths)
+
+    def new_budget() -> Budget:
+        return drafting_budget(config.speculation, widths, limits, kept.costs)
+
+    parts = StepParts(target, chooser, new_budget(), source, lookup)
+    engine = Engine(pool, scheduler, parts, limits, on_rest=kept.save_if_due)
+
+    def change_over(drafter: Drafter) -> None:
+        """What was learnt of the old drafter is forgotten; costs depend on the shape alone."""
+        assert isinstance(source, BlockDrafter)
+        source.swap(drafter, _draft_sampler(decoder, drafter))
+        engine.change_budget(new_budget())
+
+    served = None
+    if models.drafter is not None:
+        device = models.device
+        served = Served(decoder.config, models.drafter, device.dtype, device.device, change_over)
+    engine.learning = start_learning(config, files or DrafterFiles(), served)
+    return engine
 
 
 def _block_drafting(config: EngineConfig, models: Models, size: CacheSize) -> Drafting:
@@ -126,9 +164,27 @@ def _block_drafting(config: EngineConfig, models: Models, size: CacheSize) -> Dr
     drafter, decoder = models.drafter, models.decoder
     assert drafter is not None
     kv = _cache_of(drafter.config.layers, config, models, size)
-    sampler = Sampler(decoder.config.vocab_size, _eos_of(decoder), drafter.token_ids)
+    sampler = _draft_sampler(decoder, drafter)
     source = BlockDrafter(drafter, decoder, kv, sampler, _paging_of(config, models))
     return Drafting(source, drafter.config.widths)
+
+
+def _lookup_of(speculation: SpeculationConfig) -> Lookup | None:
+    """The second draft source; None where it is not wanted."""
+    if speculation.policy is Policy.OFF or speculation.lookup_drafts == 0:
+        return None
+    return Lookup(speculation.lookup_drafts, speculation.lookup_store_tokens)
+
+
+def _longest_row(config: EngineConfig, widths: tuple[int, ...]) -> int:
+    """Tokens of a decoding row with all the drafts it may have: a block, or looked up."""
+    speculation = config.speculation
+    looked_up = 0 if speculation.policy is Policy.OFF else speculation.lookup_drafts
+    return max((1 + looked_up, *widths))
+
+
+def _draft_sampler(decoder: Decoder, drafter: Drafter) -> Sampler:
+    return Sampler(decoder.config.vocab_size, _eos_of(decoder), drafter.token_ids)
 
 
 def _eos_of(decoder: Decoder) -> frozenset[int]:
@@ -152,20 +208,20 @@ def _cache_of(
 
 
 def _costs_of(
-    config: EngineConfig, models: Models, parts: Measured, drafting: Drafting
+    config: EngineConfig, models: Models, parts: Measured, widths: tuple[int, ...]
 ) -> KeptCosts:
     """Step costs of these models on this machine: kept from an earlier start, or measured now."""
     device, drafter = models.device, models.drafter
     limits = MeasureLimits(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
-        block_size=drafting.widths[-1],
+        block_size=widths[-1] if widths else _longest_row(config, widths),
         vocab_size=models.decoder.config.vocab_size,
     )
     key = repr(
         (
             models.decoder.config,
-            drafter.config if drafter else type(drafting.source).__name__,
+            drafter.config if drafter else type(parts.drafter).__name__,
             limits,
             processor_name(device.device),
             (device.dtype_name, device.num_threads, models.attention.name, config.page_size),
@@ -198,15 +254,21 @@ def choose_drafter(config: EngineConfig, decoder: Decoder, device: Device) -> Dr
 
 def speculation_facts(config: EngineConfig, drafter: Drafter | None) -> SpeculationFacts:
     speculation = config.speculation
-    if drafter is None:
-        asked = speculation.policy is not Policy.OFF
-        return SpeculationFacts(
-            policy="off", why_off="no drafter; give one with --drafter" if asked else None
-        )
+    if speculation.policy is Policy.OFF:
+        return SpeculationFacts(policy="off")
+    if drafter is None and speculation.lookup_drafts == 0:
+        why_off = "no drafter and no lookup; see --drafter and --lookup-drafts"
+        return SpeculationFacts(policy="off", why_off=why_off)
     length = speculation.fixed_length
-    return SpeculationFacts(
+    facts = SpeculationFacts(
         policy=speculation.policy.value if length is None else f"fixed:{length}",
-        drafter=Path(config.drafter_path or "").name,
+        lookup_drafts=speculation.lookup_drafts,
+    )
+    if drafter is None:
+        return facts
+    return msgspec.structs.replace(
+        facts,
+        drafter=drafter_name(Path(config.drafter_path or "")),
         head=drafter.head.name,
         block_size=drafter.config.block_size,
         widths=list(drafter.config.widths),
@@ -229,8 +291,9 @@ def size_cache(config: EngineConfig, models: Models) -> CacheSize:
         layers = models.drafter.config.layers
         bytes_per_page += bytes_per_token(layers, device.dtype) * config.page_size
     # Drafts need slots behind a sequence's end.
-    block = models.drafter.config.block_size if models.drafter else 0
-    most = config.max_num_seqs * -(-(wanted + block) // config.page_size)
+    widths = models.drafter.config.widths if models.drafter else ()
+    longest = wanted + _longest_row(config, widths) - 1
+    most = config.max_num_seqs * -(-longest // config.page_size)
     num_pages = min(cache_bytes(config, device.device) // bytes_per_page, most)
     capacity = num_pages * config.page_size
     if capacity < 2 or (config.max_model_len is not None and capacity < wanted):

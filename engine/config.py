@@ -7,6 +7,8 @@ import msgspec
 
 from adaflash.engine.errors import ConfigError
 
+MAX_LOOKUP_DRAFTS = 32
+MAX_LOOKUP_STORE_TOKENS = 2**27  # 4 GiB of memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -29,6 +31,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     threshold_ema: float = 0.3  # weight of the newest share; 1 = no smoothing
     probe_every: int = 64  # steps without drafting, then one drafts to see whether it pays
     full_width_every: int = 64  # drafting steps, then one verifies whole blocks, for calibration
+    lookup_drafts: int = 8  # drafts of a request that are looked up in known text at most; 0: none
+    lookup_store_tokens: int = 1_000_000  # of recent replies to all; 0: only the request's own text
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""
@@ -38,6 +42,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        for name, most in (
+            ("lookup_drafts", MAX_LOOKUP_DRAFTS),
+            ("lookup_store_tokens", MAX_LOOKUP_STORE_TOKENS),
+        ):
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be 0 to {most}, not {getattr(self, name)}")
         if not 0 < self.threshold_rate < math.inf:
             raise ConfigError(
                 f"threshold_rate must be a positive number, not {self.threshold_rate}"
@@ -63,6 +73,25 @@ def parse_policy(text: str) -> tuple[Policy, int | None]:
     )
 
 
+class LearnConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where served texts are kept for training, how many, and where newer drafters come from."""
+
+    folder: str
+    rate: float = 1.0  # share of the finished requests that is kept
+    max_mib: float = 256.0  # of the kept texts; beyond it the oldest go
+    max_age_h: float = 168.0  # hours; older texts go
+    redact: str | None = None  # MODULE:FUNCTION; see engine/learning/redaction.py
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        if not 0 <= self.rate <= 1:
+            raise ConfigError(f"learn_rate must be between 0 and 1, not {self.rate}")
+        for name in ("max_mib", "max_age_h"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"learn_{name} must be a positive number, not {value}")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine process. None means "decide from the model and the machine"."""
 
@@ -79,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     drafter_path: str | None = None  # a local folder with a drafter's checkpoint
     speculation: SpeculationConfig = SpeculationConfig()
     cost_dir: str | None = None  # where measured step costs are kept from one start to the next
+    learn: LearnConfig | None = None  # None: no text is kept
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work together."""
@@ -95,3 +125,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < math.inf:
             raise ConfigError(f"kv_cache_gib must be a positive number, not {self.kv_cache_gib}")
         self.speculation.check()
+        if self.learn is not None:
+            self.learn.check()

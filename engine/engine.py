@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from adaflash.engine.messages import StepReport, StepStats, TokenDelta
+from adaflash.engine.learning.learning import Learning
+from adaflash.engine.messages import DraftedBy, LearningReport, StepReport, StepStats, TokenDelta
 from adaflash.engine.pages import PagePool
 from adaflash.engine.scheduler import Scheduler
+from adaflash.engine.speculation.budget import Budget
 from adaflash.engine.speculation.costs import StepWork
 from adaflash.engine.speculation.step import Outcome, StepParts, StepResult, speculative_step
 from adaflash.engine.stopping import Ending, ModelLimits, find_ending
@@ -29,6 +32,7 @@ class Engine:
         on_rest: Callable[[], None] = lambda: None,
     ) -> None:
         """on_rest: for what can wait until there is no work; see `rest`."""
+        self.learning = Learning()
         self._pool = pool
         self._scheduler = scheduler
         self._parts = parts
@@ -45,6 +49,7 @@ class Engine:
         error = self._refusal(request)
         if error is None:
             self._scheduler.add(request)
+            self.learning.begin(request)
         else:
             self._end(request.request_id, FinishReason.ERROR, error)
 
@@ -53,6 +58,8 @@ class Engine:
         sequence = self._scheduler.find(request_id)
         if sequence is not None:
             self._scheduler.finish(sequence)
+            self._remember(sequence)
+            self.learning.forget(request_id)
             self._end(request_id, FinishReason.ABORT)
 
     def step(self) -> StepReport:
@@ -89,6 +96,22 @@ class Engine:
         """There is no work just now."""
         self._on_rest()
 
+    def turn(self) -> LearningReport | None:
+        """Between two steps, and while there are none: a newer drafter may be taken up."""
+        return self.learning.turn()
+
+    def close(self) -> None:
+        """The process ends; may be called from any thread."""
+        self.learning.close()
+
+    def change_budget(self, budget: Budget) -> None:
+        """Between two steps: the drafter is another one, and nothing is known of it yet.
+
+        Pages made with the old one are shared no more: their context would cost acceptance.
+        """
+        self._parts = replace(self._parts, budget=budget)
+        self._pool.forget()
+
     def check_integrity(self) -> None:
         """Assert the scheduler's and the pages' invariants."""
         self._scheduler.check_integrity()
@@ -98,11 +121,21 @@ class Engine:
         sequence = outcome.row.sequence
         first = sequence.num_output_tokens == 0
         emitted = [choice.token_id for choice in outcome.emitted]
+        if outcome.num_accepted < outcome.num_drafts and outcome.drafted_by is DraftedBy.DRAFTER:
+            wrong = outcome.row.start + outcome.num_accepted + 1
+            self.learning.rejected(sequence.request.request_id, wrong)
         ending = find_ending(sequence, emitted, self._limits)
         self._scheduler.commit(outcome.row, emitted[: ending.num_tokens])
         if ending.finish_reason is not None:
             self._scheduler.finish(sequence)
+            self._remember(sequence)
+            self.learning.finish(sequence)
         return _delta(sequence, outcome, ending, first=first) if emitted else None
+
+    def _remember(self, sequence: Sequence) -> None:
+        """What was written may be written again; aborted replies too: a stop string aborts."""
+        if self._parts.lookup is not None:
+            self._parts.lookup.remember(sequence)
 
     def _refusal(self, request: Request) -> str | None:
         """Why the request cannot be served. The server checks first; this is the second lock."""
@@ -134,4 +167,5 @@ def _delta(sequence: Sequence, outcome: Outcome, ending: Ending, *, first: bool)
         num_drafts=outcome.num_drafts if outcome.row.kind is RowKind.VERIFY else None,
         # What follows the request's end was drafted and right, and is for nobody.
         num_accepted=min(outcome.num_accepted, ending.num_tokens),
+        drafted_by=outcome.drafted_by,
     )

@@ -1,7 +1,8 @@
 """What crosses the process boundary between server and engine, as msgpack (msgspec).
 
 server -> engine: Submit, Abort.  engine -> server: EngineReady once, then one StepReport a step;
-EngineFailed is the last word of a worker that cannot go on.
+if it learns, a LearningReport now and then; EngineFailed is the last word of a worker that cannot
+go on.
 """
 
 import enum
@@ -29,10 +30,11 @@ class SpeculationFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str  # "off", "fixed:7", "threshold" or "goodput", as it is in force
     why_off: str | None = None  # if it was asked for and is off all the same
-    drafter: str | None = None  # name of the drafter; None when off
+    drafter: str | None = None  # name of the drafter; None when there is none or it is off
     head: str | None = None  # what estimates the lengths
     block_size: int = 0  # tokens of a whole block, the newest known one included
     widths: list[int] = []  # block sizes that it drafts
+    lookup_drafts: int = 0  # drafts of a request that are looked up at most; 0 = none are
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,13 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
     error: str
 
 
+class DraftedBy(enum.StrEnum):
+    """Where drafts come from."""
+
+    DRAFTER = "drafter"
+    LOOKUP = "lookup"  # they stood in known text
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request; several when drafts were accepted, none when it only ends.
 
@@ -83,13 +92,15 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None  # with FinishReason.ERROR
     num_drafts: int | None = None  # drafts verified for these tokens; None after a prompt
     num_accepted: int = 0  # of `token_ids`, the leading ones that were drafts
+    drafted_by: DraftedBy | None = None  # None without drafts
 
 
 class NoDraft(enum.StrEnum):
-    """Why a step with decoding rows drafted nothing."""
+    """Why the drafter drafted nothing in a step with decoding rows."""
 
     OFF = "off"  # the policy, or there is no drafter
     NO_GAIN = "no_gain"  # it would not pay at this load
+    LOOKUP = "lookup"  # what was looked up promises more
     NO_ROOM = "no_room"  # no pages or tokens are left for drafts, or all requests end anyway
 
 
@@ -131,4 +142,27 @@ class StepReport(msgspec.Struct, tag="step", frozen=True):
     stats: StepStats
 
 
-ToServer = EngineReady | EngineFailed | StepReport
+class NotLearnt(enum.StrEnum):
+    """Why the text of a finished request was not kept for training."""
+
+    OPT_OUT = "opt_out"  # the request said so
+    NOT_SAMPLED = "not_sampled"  # the settings take only a share
+    REDACTED = "redacted"  # the redaction hook said so
+    HOOK_FAILED = "hook_failed"  # the redaction hook raised, or returned no such text
+    QUEUE_FULL = "queue_full"  # texts came faster than they could be written
+    NOT_WRITTEN = "not_written"  # the disk did not take it
+
+
+class LearningReport(msgspec.Struct, tag="learning", frozen=True, kw_only=True):
+    """What is new of learning since the last report."""
+
+    num_kept: int = 0  # texts written
+    num_left_out: dict[NotLearnt, int] = {}
+    buffer_bytes: int = 0  # of all kept texts, now
+    version: str | None = None  # of the drafter in use, now; None: the one from the settings
+    num_reloads: int = 0
+    num_refused: int = 0  # versions that could not be used
+    problems: list[str] = []  # for the log
+
+
+ToServer = EngineReady | EngineFailed | StepReport | LearningReport

@@ -76,6 +76,13 @@ class PagePool:
             self._page_of[name] = page
             self._hash_of[page] = name
 
+    def forget(self) -> None:
+        """Share no page any more that is known now; sequences keep what they hold."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._hash_of.clear()
+        self._page_of.clear()
+
     def release(self, pages: Sequence[int]) -> None:
         """Give up one reference to each page of a sequence, in the sequence's order."""
         # Backwards, so that of a prefix the tail is evicted first: a chain is useless without its

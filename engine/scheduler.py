@@ -233,6 +233,8 @@ class Scheduler:
             self._pool.release(pages)
             return _Admission.SHARES_SOON
         if not self._fits(sequence, pages):
+            self._reclaim_draft_pages()
+        if not self._fits(sequence, pages):
             self._pool.release(pages)
             return _Admission.LACKS_PAGES
         self._start(sequence, pages)

@@ -30,6 +30,8 @@ class Trajectory:
     token_ids: tuple[int, ...]  # prompt, then answer
     prompt_len: int  # tokens
     rejected: tuple[int, ...] = ()  # positions at which the server's drafts were rejected
+    temperature: float = 0.0  # with which it was written
+    seed: int = 0  # of the noise; of no account at temperature 0
 
     @property
     def num_answer_tokens(self) -> int:
@@ -89,6 +91,8 @@ def read_shard(path: Path) -> list[Trajectory]:
                 tuple(tokens[token_at:token_end]),
                 item["prompt_len"],
                 tuple(rejected[rejected_at:rejected_end]),
+                item.get("temperature", 0.0),
+                item.get("seed", 0),
             )
         )
         token_at, rejected_at = token_end, rejected_end
@@ -116,6 +120,8 @@ def _describe(trajectories: Sequence[Trajectory]) -> str:
                 "prompt_len": item.prompt_len,
                 "tokens": len(item.token_ids),
                 "rejected": len(item.rejected),
+                "temperature": item.temperature,
+                "seed": item.seed,
             }
             for item in trajectories
         ]

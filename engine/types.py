@@ -53,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     priority: int = 0  # lower first; first come, first served inside
     arrival_s: float = 0.0  # time.monotonic() at the door; one clock for all processes of a host
+    may_learn: bool = True  # whether its text may be kept for training, if the server does that
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -69,6 +70,9 @@ def serve(engine: Engine, mailbox: Mailbox) -> NoReturn:
                     engine.abort(request_id)
         if engine.has_work:
             mailbox.post(engine.step())
+        news = engine.turn()
+        if news is not None:
+            mailbox.post(news)
 
 
 def main() -> int:
@@ -78,9 +82,12 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     mailbox = Mailbox(sys.argv[1], sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_exit_with_server, args=(sys.stdin.fileno(),), daemon=True).start()
+    stdin = sys.stdin.fileno()
+    closing = list[Callable[[], None]]()  # what to do first when the server is gone
+    threading.Thread(target=_exit_with_server, args=(stdin, closing), daemon=True).start()
     try:
         engine, facts = build_engine(config)
+        closing.append(engine.close)
         mailbox.post(EngineReady(facts))
         serve(engine, mailbox)
     except EngineError as error:
@@ -96,11 +103,15 @@ def _give_up(mailbox: Mailbox, reason: str) -> int:
     return 1
 
 
-def _exit_with_server(stdin: int) -> None:
+def _exit_with_server(stdin: int, closing: list[Callable[[], None]]) -> None:
     """stdin: a file descriptor; not the buffered file, which the interpreter locks at its end."""
     while os.read(stdin, 1):
         pass
-    os._exit(0)
+    try:
+        for close in closing:
+            close()
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,20 @@ def describe_server(
 
 
 def _speculation(facts: SpeculationFacts) -> str:
-    if facts.drafter is None:
+    sources = [_drafter(facts)] if facts.drafter is not None else []
+    if facts.lookup_drafts:
+        sources.append(f"lookup ({facts.lookup_drafts} drafts)")
+    if not sources:
         return f"off: {facts.why_off}" if facts.why_off else "off"
+    return f"{facts.policy}: {'; '.join(sources)}"
+
+
+def _drafter(facts: SpeculationFacts) -> str:
     blocks = f"blocks of {facts.block_size}"
     if facts.widths:
         blocks += f", widths {', '.join(map(str, facts.widths))}"
     head = f", head: {facts.head}" if facts.head else ""
-    return f"{facts.policy}: drafter {facts.drafter} ({blocks}){head}"
+    return f"drafter {facts.drafter} ({blocks}){head}"
 
 
 def _curl(address: Address, model_name: str, *, with_key: bool) -> str:

@@ -18,6 +18,7 @@ from adaflash.engine.messages import (
     Abort,
     EngineFacts,
     EngineFailed,
+    LearningReport,
     StepReport,
     StepStats,
     Submit,
@@ -48,6 +49,8 @@ class EngineObserver(Protocol):
     def on_engine_up(self, facts: EngineFacts) -> None: ...
 
     def on_engine_down(self) -> None: ...
+
+    def on_learning(self, report: LearningReport) -> None: ...
 
 
 class EngineProcess:
@@ -185,6 +188,9 @@ class EngineProcess:
                         observer.on_step(stats)
                     for delta in deltas:
                         self._deliver(delta)
+                case LearningReport():
+                    for observer in self._observers:
+                        observer.on_learning(message)
                 case EngineFailed(error):
                     reason = error
         return reason or f"the process ended with status {self._worker.exit_status}"

@@ -9,6 +9,8 @@ from adaflash.server.context import AppContext
 from adaflash.server.generate import Usage
 from adaflash.server.middleware import USAGE, arrival_of, request_id_of
 
+LEARN = "X-AdaFlash-Learn"  # anything but `on` keeps the request's texts from being learnt from
+
 
 @dataclass(frozen=True)
 class Envelope:
@@ -19,6 +21,7 @@ class Envelope:
     answer_id: str
     model: str
     created: int  # seconds since 1970
+    may_learn: bool = True  # whether the texts may be kept for training
 
     def as_json(self, kind: str) -> dict[str, object]:
         return {
@@ -39,6 +42,7 @@ def envelope(prefix: str, request: Request, model: str, context: AppContext) -> 
         f"{prefix}-{request_id}",
         model,
         int(time.time()),
+        may_learn=request.headers.get(LEARN, "on").strip().lower() == "on",
     )
 
 

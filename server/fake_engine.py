@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from adaflash.engine.errors import EngineDownError, QueueFullError
-from adaflash.engine.messages import EngineFacts, TokenDelta
+from adaflash.engine.messages import DraftedBy, EngineFacts, TokenDelta
 from adaflash.engine.types import FinishReason, Request, TokenLogprobs
 from adaflash.server.engine_client import TokenStream
 
@@ -100,6 +100,7 @@ class FakeStream:
             queue_s=0.0 if first else None,
             num_drafts=num_drafts,
             num_accepted=0 if num_drafts is None else len(token_ids) - 1,
+            drafted_by=DraftedBy.DRAFTER if num_drafts else None,
         )
 
     def _num_drafts(self) -> int | None:

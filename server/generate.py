@@ -32,6 +32,7 @@ class Job:
     num_choices: int
     priority: int
     return_speculation: bool = False
+    may_learn: bool = True  # whether its texts may be kept for training
 
 
 @dataclass
@@ -123,6 +124,7 @@ def start(job: Job, context: AppContext) -> Generation:
             ),
             priority=job.priority,
             arrival_s=job.arrival_s,
+            may_learn=job.may_learn,
         )
         for prompt_number, prompt in enumerate(job.prompts)
         for choice in range(job.num_choices)
@@ -181,7 +183,7 @@ class _Record:
         self.metrics.generation_tokens.inc(num_tokens)
         if delta.num_drafts is not None:
             num_kept = _num_kept_drafts(delta, num_tokens)
-            self.metrics.speculation.on_decode_row(delta.num_drafts, num_kept)
+            self.metrics.speculation.on_decode_row(delta.num_drafts, num_kept, delta.drafted_by)
 
     def _on_first(self, delta: TokenDelta, now: float) -> None:
         self.first_s = now

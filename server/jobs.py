@@ -69,4 +69,5 @@ def _job(
         num_choices=num_choices,
         priority=body.priority or 0,
         return_speculation=bool(body.return_speculation),
+        may_learn=head.may_learn,
     )

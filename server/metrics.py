@@ -9,7 +9,8 @@ from prometheus_client import (
 )
 
 from adaflash import __version__
-from adaflash.engine.messages import EngineFacts, StepStats
+from adaflash.engine.messages import EngineFacts, LearningReport, StepStats
+from adaflash.server.learning_metrics import LearningMetrics
 from adaflash.server.series import Series
 from adaflash.server.speculation_metrics import SpeculationMetrics
 
@@ -49,6 +50,7 @@ class Metrics:
         self._define_engine()
         self._define_requests()
         self.speculation = SpeculationMetrics(self.registry, self._series)
+        self._learning = LearningMetrics(self._series)
 
     def _define_engine(self) -> None:
         self.engine_up = self._series.gauge("engine_up", "1 while the engine process serves.")
@@ -149,6 +151,10 @@ class Metrics:
         for gauge in (self.engine_up, self.running, self.waiting, self.kv_usage):
             gauge.set(0)
         self.speculation.on_engine_down()
+        self._learning.on_engine_down()
+
+    def on_learning(self, report: LearningReport) -> None:
+        self._learning.on_learning(report)
 
     def on_step(self, stats: StepStats) -> None:
         self.running.set(stats.num_running)

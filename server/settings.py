@@ -22,7 +22,15 @@ from pydantic_settings import (
 )
 
 from adaflash.engine.catalog import DEFAULT_MODEL
-from adaflash.engine.config import EngineConfig, Policy, SpeculationConfig, parse_policy
+from adaflash.engine.config import (
+    MAX_LOOKUP_DRAFTS,
+    MAX_LOOKUP_STORE_TOKENS,
+    EngineConfig,
+    LearnConfig,
+    Policy,
+    SpeculationConfig,
+    parse_policy,
+)
 from adaflash.engine.errors import ConfigError
 
 ENV_PREFIX = "ADAFLASH_"
@@ -46,6 +54,7 @@ class Flag:
 MODEL = "model"
 ENGINE = "engine"
 SPECULATION = "speculation"
+LEARNING = "learning"
 HTTP = "HTTP"
 LOGS = "logs and files"
 
@@ -111,8 +120,8 @@ class ServerSettings(BaseSettings):
     drafter: Annotated[str, Flag(SPECULATION, "DRAFTER")] = Field(
         default=NO_DRAFTER,
         min_length=1,
-        description="Folder or hub id (org/name) of the drafter made for the model; none: no "
-        "drafts.",
+        description="Folder or hub id (org/name) of the drafter made for the model; none: drafts "
+        "are only looked up.",
     )
     speculation: Annotated[str, Flag(SPECULATION, "POLICY")] = Field(
         default="goodput",
@@ -145,6 +154,45 @@ class ServerSettings(BaseSettings):
         default=64,
         ge=1,
         description="Steps with drafts before one verifies whole blocks, for calibration.",
+    )
+    lookup_drafts: Annotated[int, Flag(SPECULATION, "N")] = Field(
+        default=8,
+        ge=0,
+        le=MAX_LOOKUP_DRAFTS,
+        description="Drafts of a request that are looked up in known text at most, which takes no "
+        "drafter; 0: none.",
+    )
+    lookup_store_tokens: Annotated[int, Flag(SPECULATION, "N")] = Field(
+        default=1_000_000,
+        ge=0,
+        le=MAX_LOOKUP_STORE_TOKENS,
+        description="Tokens of recent replies, to all users, that are looked up in; 0: only the "
+        "request's own text is. 32 to 60 bytes of memory each.",
+    )
+
+    learn: Annotated[Path | None, Flag(LEARNING, "DIR")] = Field(
+        default=None,
+        description="Keep the texts of finished requests in DIR, for adaflash train follow DIR, "
+        "and use the drafters that it publishes there (the first of all, if there is no --drafter, "
+        "at the next start). Requests with the header X-AdaFlash-Learn: off are not kept.",
+    )
+    learn_rate: Annotated[float, Flag(LEARNING, "X")] = Field(
+        default=1.0, ge=0, le=1, description="Share of the texts that is kept."
+    )
+    learn_max_mib: Annotated[float, Flag(LEARNING, "MIB")] = Field(
+        default=256,
+        gt=0,
+        allow_inf_nan=False,
+        description="Size of the kept texts, in MiB; beyond it the oldest are deleted.",
+    )
+    learn_max_age_h: Annotated[float, Flag(LEARNING, "HOURS")] = Field(
+        default=168, gt=0, allow_inf_nan=False, description="Hours after which texts are deleted."
+    )
+    learn_redact: Annotated[str | None, Flag(LEARNING, "MODULE:FUNCTION")] = Field(
+        default=None,
+        pattern=r"^[^:]+:[^:]+$",
+        description="Function that sees each text before it is kept, as (token_ids, prompt_len), "
+        "and returns as many token ids, or None to leave it out.",
     )
 
     host: Annotated[str, Flag(HTTP, "ADDRESS")] = Field(
@@ -258,6 +306,7 @@ class ServerSettings(BaseSettings):
             drafter_path=None if drafter_path is None else str(drafter_path),
             speculation=self._speculation_config(),
             cost_dir=str(self.model_cache_dir / "costs"),
+            learn=self._learn_config(),
         )
 
     def _speculation_config(self) -> SpeculationConfig:
@@ -270,6 +319,19 @@ class ServerSettings(BaseSettings):
             threshold_ema=self.threshold_ema,
             probe_every=self.probe_every,
             full_width_every=self.full_width_every,
+            lookup_drafts=self.lookup_drafts,
+            lookup_store_tokens=self.lookup_store_tokens,
+        )
+
+    def _learn_config(self) -> LearnConfig | None:
+        if self.learn is None:
+            return None
+        return LearnConfig(
+            folder=str(self.learn.expanduser().resolve()),
+            rate=self.learn_rate,
+            max_mib=self.learn_max_mib,
+            max_age_h=self.learn_max_age_h,
+            redact=self.learn_redact,
         )
 
     def changed(self) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Logs when drafting stops to pay and when it pays again."""
+"""Logs when drafting stops to pay and when it pays again, and what becomes of learning."""
 
 import logging
 import math
 import time
 from collections.abc import Callable
 
-from adaflash.engine.messages import EngineFacts, StepStats
+from adaflash.engine.messages import EngineFacts, LearningReport, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,12 @@ class SpeculationLog:
         if now - self._logged_s >= QUIET_S:
             self._logged, self._logged_s = is_paying, now
             self._write(is_paying, stats.num_running)
+
+    def on_learning(self, report: LearningReport) -> None:
+        for problem in report.problems:
+            log.warning("%s", problem)
+        if report.num_reloads:
+            log.info("drafting goes on with version %s of the drafter", report.version)
 
     def _write(self, is_paying: bool, num_running: int) -> None:
         requests = f"{num_running} running request{'' if num_running == 1 else 's'}"

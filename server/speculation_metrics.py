@@ -6,7 +6,13 @@ that lies behind a stop string is drafted, as the target did verify it, and not 
 
 from prometheus_client import CollectorRegistry, Info
 
-from adaflash.engine.messages import NoDraft, SpeculationFacts, SpeculationStats, StepStats
+from adaflash.engine.messages import (
+    DraftedBy,
+    NoDraft,
+    SpeculationFacts,
+    SpeculationStats,
+    StepStats,
+)
 from adaflash.server.series import Series
 
 VERIFY_LENGTHS = (*(float(length) for length in range(17)), 24.0, 32.0)
@@ -36,6 +42,18 @@ class SpeculationMetrics:
         )
         self._accepted_tokens = series.counter(
             "spec_decode_num_accepted_tokens", "Draft tokens accepted and kept."
+        )
+        self._drafts_of = series.counter_by(
+            "spec_decode_source_draft_tokens",
+            "Draft tokens verified, by where they came from.",
+            "source",
+            DraftedBy,
+        )
+        self._accepted_of = series.counter_by(
+            "spec_decode_source_accepted_tokens",
+            "Draft tokens accepted and kept, by where they came from.",
+            "source",
+            DraftedBy,
         )
         self._drafted_at = series.counter_by(
             "spec_decode_num_drafted_tokens_per_pos",
@@ -73,7 +91,7 @@ class SpeculationMetrics:
         )
         self._steps_without = series.counter_by(
             "spec_decode_steps_without_draft",
-            "Decode steps that drafted nothing, by reason.",
+            "Decode steps in which the drafter drafted nothing, by reason.",
             "reason",
             NoDraft,
         )
@@ -108,10 +126,11 @@ class SpeculationMetrics:
                 "drafter": facts.drafter or "none",
                 "head": facts.head or "none",
                 "block_size": str(facts.block_size),
+                "lookup_drafts": str(facts.lookup_drafts),
             }
         )
         for by_position in (self._drafted_at, self._accepted_at, self._predicted_at):
-            by_position.prepare(range(facts.block_size - 1))
+            by_position.prepare(range(max(facts.block_size - 1, facts.lookup_drafts)))
         self._steps.prepare(facts.widths)
         self._was_paying = facts.drafter is not None  # an engine that can draft starts so
         self._paying.set(self._was_paying)
@@ -129,7 +148,9 @@ class SpeculationMetrics:
         self._on_paying(stats.speculation.is_paying)
         self._on_cost(stats.speculation)
 
-    def on_decode_row(self, num_drafts: int, num_accepted: int) -> None:
+    def on_decode_row(
+        self, num_drafts: int, num_accepted: int, drafted_by: DraftedBy | None
+    ) -> None:
         """One request's share of a decode step: drafts verified, and accepted tokens kept."""
         self._verify_length.observe(num_drafts)
         if num_drafts == 0:
@@ -137,6 +158,9 @@ class SpeculationMetrics:
         self._drafts.inc()
         self._draft_tokens.inc(num_drafts)
         self._accepted_tokens.inc(num_accepted)
+        if drafted_by is not None:
+            self._drafts_of.of(drafted_by).inc(num_drafts)
+            self._accepted_of.of(drafted_by).inc(num_accepted)
         for position in range(num_drafts):
             self._drafted_at.of(position).inc()
         for position in range(num_accepted):

@@ -24,6 +24,7 @@ from adaflash.engine.messages import (
 )
 
 LAST_WORDS_S = 0.2  # how long to look for messages of a process that has exited
+GRACE_S = 3.0  # for a process that is told to end: what it keeps may have to be written
 
 
 class WorkerProcess:
@@ -32,6 +33,7 @@ class WorkerProcess:
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
         self._folder = folder
+        self._was_ready = False
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         # Sending never waits (no high-water mark), so the plain socket will do.
@@ -83,6 +85,7 @@ class WorkerProcess:
         async for message in self.messages():
             match message:
                 case EngineReady(facts):
+                    self._was_ready = True
                     return facts
                 case EngineFailed(error):
                     raise EngineDownError(error)
@@ -113,6 +116,8 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the process if it still runs, and clean up."""
+        if self.is_alive and self._was_ready:
+            await self._ask_to_end()
         if self.is_alive:
             self._process.kill()
         await self._process.wait()
@@ -120,6 +125,12 @@ class WorkerProcess:
         self._outbox.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), GRACE_S)
 
 
 def _address(folder: Path, name: str) -> str:

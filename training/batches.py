@@ -10,6 +10,7 @@ from adaflash.training.config import FitConfig
 from adaflash.training.features import Text, TextStore
 
 MIN_ANSWER_TOKENS = 4
+LENGTH_STEP = 128  # tokens; texts of a batch are padded to a multiple
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def anchor_range(text: Text, max_tokens: int) -> range:
 
 def make_batch(texts: list[Text], anchors: list[list[int]], width: int, max_tokens: int) -> Batch:
     lengths = [min(len(text.token_ids), max_tokens) for text in texts]
-    longest = max(lengths)
+    # Few different shapes: libraries keep something for every one they have seen.
+    longest = -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP
     shape = (len(texts), longest + width)
     token_ids, teacher = torch.zeros(2, *shape, dtype=torch.int64)
     features, last = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from adaflash.engine.catalog import DEFAULT_MODEL, locate
+from adaflash.training.follow_cli import add_follow
 
 
 def train(argv: Sequence[str]) -> None:
@@ -15,6 +16,7 @@ def train(argv: Sequence[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_fit(commands)
+    add_follow(commands)
     options = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], None] = options.run
     run(options)
@@ -68,12 +70,14 @@ def _fit(options: argparse.Namespace) -> None:
     from adaflash.training.config import read_fit_config
     from adaflash.training.data import open_data
     from adaflash.training.fit import Trainer
+    from adaflash.training.objective import has_fast_bfloat16
 
     config = read_fit_config(options.config)
     if options.threads:
         torch.set_num_threads(options.threads)
     path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
-    decoder = load_decoder(path, torch.bfloat16, torch.device("cpu"))
+    dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    decoder = load_decoder(path, dtype, torch.device("cpu"))
     data = open_data(config, decoder, print)
     trainer = Trainer(config, decoder, data, options.out)
     print(f"{len(data.train)} texts; the draft vocabulary covers {trainer.coverage:.2%} of them")
@@ -111,3 +115,51 @@ def _generate(options: argparse.Namespace) -> None:
         task = bar.add_task("answers", total=None, tokens=0)
         for at in generate(engine, load_tokenizer(path), prompts, how):
             bar.update(task, completed=at.num_done, total=at.num_total, tokens=at.num_tokens)
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    """`adaflash evaluate`: how good a drafter is on texts of the target."""
+    parser = argparse.ArgumentParser(
+        prog="adaflash evaluate",
+        description="Accepted length and calibration of a drafter, by domain, on texts of the "
+        "target that it was not trained on (`adaflash train generate`, greedy or sampled).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("drafter", type=Path, help="folder of the drafter")
+    add("data", nargs="+", type=Path, help="folders of texts")
+    add("--target", default=DEFAULT_MODEL, help="catalog name, folder, GGUF file or hub id")
+    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "adaflash", help="for models")
+    add("--texts", type=int, default=400, help="take at most so many, evenly from all")
+    add("--json", type=Path, help="file for the figures")
+    add("--plot", type=Path, help="SVG file for the survival curves")
+    add("--threads", type=int, help="CPU threads; left out: all cores")
+    _evaluate(parser.parse_args(argv))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    import torch
+    from rich.console import Console
+
+    from adaflash.engine.models.weights import load_decoder, load_drafter
+    from adaflash.training.data import open_texts, some_texts
+    from adaflash.training.evaluate import evaluate_by_temperature
+    from adaflash.training.objective import TargetEnds, has_fast_bfloat16
+    from adaflash.training.report import print_table, write_json, write_plot
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
+    dtype, cpu = torch.bfloat16 if has_fast_bfloat16() else torch.float32, torch.device("cpu")
+    decoder = load_decoder(path, dtype, cpu)
+    drafter = load_drafter(options.drafter, decoder.config, dtype, cpu)
+    store = open_texts(options.data, decoder, drafter.config.tap_layers, print)
+    everything = torch.arange(decoder.config.vocab_size)
+    token_ids = everything if drafter.token_ids is None else drafter.token_ids
+    ends = TargetEnds.of(decoder, token_ids)
+    found = evaluate_by_temperature(drafter, ends, some_texts(store, options.texts))
+    print_table(found, Console(width=110))  # also where there is no terminal
+    if options.json:
+        write_json(found, options.json)
+    if options.plot:
+        write_plot(found, options.plot)

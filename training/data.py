@@ -16,7 +16,7 @@ def open_data(config: FitConfig, decoder: Decoder, say: Callable[[str], None]) -
     """Raises ConfigError if there is nothing to learn from or to judge by."""
     taps = taps_of(config, decoder)
     train, held_out = (
-        _open([Path(folder) for folder in folders], decoder, taps, say)
+        open_texts([Path(folder) for folder in folders], decoder, taps, say)
         for folders in (config.data, config.held_out)
     )
     return Data(train, some_texts(held_out, config.evaluate_texts))
@@ -34,9 +34,10 @@ def some_texts(store: TextStore, count: int) -> list[Text]:
     return [store.text(index) for index in range(0, len(store), every)][:count]
 
 
-def _open(
+def open_texts(
     folders: Sequence[Path], decoder: Decoder, taps: tuple[int, ...], say: Callable[[str], None]
 ) -> TextStore:
+    """Raises ConfigError if there are none."""
     for folder in folders:
         for done, total in ensure_features(folder, decoder, taps):
             if done % 10 == 0 or done == total:

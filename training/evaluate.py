@@ -2,8 +2,8 @@
 
 Each text is walked as the server would: from the first answer token, a block, what of it is right,
 one token more, and again. All blocks of a text are drafted at once beforehand, from every position.
-Greedy: a draft is right if it is the text's own token; drafts before it are the text's too, or it
-would not matter.
+A draft is right if it is the text's own token; drafts before it are the text's too, or it would not
+matter. A sampled text carries its seed: drafts are chosen with the noise that chose it.
 """
 
 from collections import defaultdict
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaflash.engine.models.drafter import Drafter
+from adaflash.kernels.sampling import gumbel_noise, noise_keys
 from adaflash.training.batches import anchor_range, make_batch
 from adaflash.training.features import Text
 from adaflash.training.forward import chain_states
@@ -50,6 +51,10 @@ class DomainFigures:
                 self.reached[place] += count >= place
                 self.right[place] += count > place
 
+    def survival(self) -> list[float]:
+        """P(the first k right), by place."""
+        return [right / max(1, self.num_verifications) for right in self.right]
+
     def conditional(self) -> list[float]:
         """P(right | all before right), by place."""
         return [r / max(1, n) for r, n in zip(self.right, self.reached, strict=True)]
@@ -65,9 +70,20 @@ class Evaluation:
     )
 
     @property
+    def together(self) -> DomainFigures:
+        """All domains as one."""
+        every = list(self.domains.values())
+        return DomainFigures(
+            sum(each.num_texts for each in every),
+            sum(each.num_verifications for each in every),
+            sum(each.num_accepted for each in every),
+            [sum(counts) for counts in zip(*(each.reached for each in every), strict=True)],
+            [sum(counts) for counts in zip(*(each.right for each in every), strict=True)],
+        )
+
+    @property
     def accepted_length(self) -> float:
-        verifications = sum(d.num_verifications for d in self.domains.values())
-        return 1 + sum(d.num_accepted for d in self.domains.values()) / max(1, verifications)
+        return self.together.accepted_length
 
     @property
     def calibration_error(self) -> float:
@@ -105,15 +121,36 @@ class Evaluation:
 def evaluate(drafter: Drafter, ends: TargetEnds, texts: Sequence[Text]) -> Evaluation:
     found = Evaluation()
     for text in texts:
-        counts, survival = accepted_everywhere(drafter, ends, text)
-        _add_calibration(found, counts, survival)
-        walked = list(walk(counts.tolist()))
-        found.domains[text.trajectory.domain].add(walked, survival.shape[1])
+        everywhere = accepted_everywhere(drafter, ends, text)
+        _add_calibration(found, everywhere)
+        walked = walk(everywhere.counts.tolist())
+        found.domains[text.trajectory.domain].add(walked, everywhere.survival.shape[1])
     return found
 
 
-def accepted_everywhere(drafter: Drafter, ends: TargetEnds, text: Text) -> tuple[Tensor, Tensor]:
-    """Right drafts of the whole block at every anchor of the answer [A], and survival [A, K]."""
+def evaluate_by_temperature(
+    drafter: Drafter, ends: TargetEnds, texts: Sequence[Text]
+) -> dict[float, Evaluation]:
+    """The texts of each temperature by themselves."""
+    temperatures = sorted({text.trajectory.temperature for text in texts})
+    return {
+        temperature: evaluate(
+            drafter, ends, [t for t in texts if t.trajectory.temperature == temperature]
+        )
+        for temperature in temperatures
+    }
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """The blocks at all A anchors of a text's answer, with K places each."""
+
+    counts: Tensor  # [A] int64, leading drafts that are right
+    survival: Tensor  # [A, K] float32, as the head sees it
+    valid: Tensor  # [A, K] bool, places inside the text
+
+
+def accepted_everywhere(drafter: Drafter, ends: TargetEnds, text: Text) -> Everywhere:
     length = len(text.token_ids)
     anchors = list(anchor_range(text, length))
     batch = make_batch([text], [anchors], drafter.config.block_size, length)
@@ -121,11 +158,23 @@ def accepted_everywhere(drafter: Drafter, ends: TargetEnds, text: Text) -> tuple
         blocks = draft(drafter, ends, batch)
         states = chain_states(drafter, blocks.hidden, ends.embedding[blocks.tokens[:, :-1]])
         logits = functional.linear(states, ends.head)
-    right = logits.argmax(-1) == ends.column_of[blocks.tokens[:, 1:]]
+    scores = _with_noise(logits.float(), text, batch.anchors[0], ends)
+    right = scores.argmax(-1) == ends.column_of[blocks.tokens[:, 1:]]
     matches = right & blocks.valid
     estimate = drafter.head.estimate(blocks.hidden.float())
     counts = (reached_places(matches) & matches).sum(dim=1)
-    return counts, estimate.conditional.cumprod(dim=1)
+    return Everywhere(counts, estimate.conditional.cumprod(dim=1), blocks.valid)
+
+
+def _with_noise(logits: Tensor, text: Text, anchors: Tensor, ends: TargetEnds) -> Tensor:
+    """As the server's drafter chooses; see docs/decisions/004. logits: [A, K, V]."""
+    temperature, seed = text.trajectory.temperature, text.trajectory.seed
+    if temperature == 0:
+        return logits
+    keys = [noise_keys(seed, position) for position in range(len(text.token_ids))]
+    noise = gumbel_noise(torch.tensor(keys), ends.token_ids.int())  # [T, V]
+    places = anchors[:, None] + torch.arange(1, logits.shape[1] + 1)
+    return logits / temperature + noise[places.clamp(max=len(noise) - 1)]
 
 
 def walk(accepted: Sequence[int]) -> Sequence[int]:
@@ -137,10 +186,10 @@ def walk(accepted: Sequence[int]) -> Sequence[int]:
     return taken
 
 
-def _add_calibration(found: Evaluation, counts: Tensor, survival: Tensor) -> None:
-    places = torch.arange(1, survival.shape[1] + 1)
-    survived = (counts[:, None] >= places).double().flatten()
-    expected = survival.double().flatten()
+def _add_calibration(found: Evaluation, blocks: Everywhere) -> None:
+    places = torch.arange(1, blocks.survival.shape[1] + 1)
+    survived = (blocks.counts[:, None] >= places)[blocks.valid].double()
+    expected = blocks.survival[blocks.valid].double()
     chosen = (expected * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     for number, totals in enumerate(found.bins):
         inside = chosen == number

@@ -63,7 +63,7 @@ class Trainer:
             token_ids = state["token_ids"]
         self.drafter = new_drafter(decoder.config, config.drafter, token_ids, config.seed)
         self._ends = TargetEnds.of(decoder, token_ids)
-        self._optimizers = _optimizers(self.drafter, config)
+        self._optimizers = optimizers_of(self.drafter, config)
         if state is not None:
             self.step = state["step"]
             self.drafter.load_state_dict(state["drafter"])
@@ -148,7 +148,7 @@ def learning_rate(step: int, config: FitConfig) -> float:
     return min(1.0, up, down)
 
 
-def _optimizers(drafter: Drafter, config: FitConfig) -> list[torch.optim.Optimizer]:
+def optimizers_of(drafter: Drafter, config: FitConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for the rest and for the survival head."""
     matrices, others = list[Tensor](), list[Tensor]()
     for name, parameter in drafter.named_parameters():

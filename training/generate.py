@@ -6,7 +6,7 @@ answers are as reproducible as served ones: the seed comes from the prompt's nam
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class _Job:
 
 def generate(
     engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: GenerateOptions
-) -> Iterator[Progress]:
+) -> Generator[Progress, None, None]:
     """Answer what `options.out` does not hold yet, in the order of `prompts`."""
     jobs = _jobs(tokenizer, prompts, options)
     done = {trajectory.name for trajectory in read_shards(options.out)}
@@ -68,7 +68,7 @@ def generate(
                 continue
             del running[job.name]
             num_done, num_tokens = num_done + 1, num_tokens + len(answer)
-            finished.append(_trajectory(job, answer))
+            finished.append(_trajectory(job, answer, options.temperature))
             if len(finished) == options.shard_size:
                 write_shard(options.out, finished)
                 finished = []
@@ -88,14 +88,23 @@ def _jobs(tokenizer: Tokenizer, prompts: Sequence[Prompt], options: GenerateOpti
     ]
 
 
+def _seed_of(job: _Job) -> int:
+    return int.from_bytes(hashlib.blake2b(job.name.encode(), digest_size=8).digest(), "little")
+
+
 def _request(job: _Job, options: GenerateOptions) -> Request:
-    seed = int.from_bytes(hashlib.blake2b(job.name.encode(), digest_size=8).digest(), "little")
     sampling = SamplingParams(
-        seed=seed, max_tokens=options.max_tokens, temperature=options.temperature
+        seed=_seed_of(job), max_tokens=options.max_tokens, temperature=options.temperature
     )
     return Request(request_id=job.name, prompt_ids=job.prompt_ids, sampling=sampling)
 
 
-def _trajectory(job: _Job, answer: list[int]) -> Trajectory:
-    token_ids = (*job.prompt_ids, *answer)
-    return Trajectory(job.name, job.domain, token_ids, len(job.prompt_ids))
+def _trajectory(job: _Job, answer: list[int], temperature: float) -> Trajectory:
+    return Trajectory(
+        job.name,
+        job.domain,
+        (*job.prompt_ids, *answer),
+        len(job.prompt_ids),
+        temperature=temperature,
+        seed=_seed_of(job),
+    )

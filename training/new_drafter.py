@@ -59,6 +59,8 @@ def draft_vocabulary(
         counts.update(item.token_ids[item.prompt_len :])
     kept = dict.fromkeys(always)
     kept.update(dict.fromkeys(token for token, _ in counts.most_common()))
+    # Few texts do not fill it: byte-pair tokenizers number frequent tokens low.
+    kept.update(dict.fromkeys(range(size)))
     token_ids = sorted(list(kept)[:size])
     covered = sum(counts[token] for token in token_ids)
     return torch.tensor(token_ids), covered / max(1, counts.total())

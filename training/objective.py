@@ -22,6 +22,8 @@ from adaflash.training.losses import (
     reverse_kl,
 )
 
+ROWS_STEP = 256  # rows of the LM head
+
 
 @dataclass(frozen=True)
 class TargetEnds:
@@ -30,13 +32,14 @@ class TargetEnds:
     embedding: Tensor  # [V, hidden]
     head: Tensor  # [draft vocabulary, hidden]
     column_of: Tensor  # [V] int64, column of a token; len(head) if it has none
+    token_ids: Tensor  # [draft vocabulary] int64, token of a column
 
     @classmethod
     def of(cls, decoder: Decoder, token_ids: Tensor) -> "TargetEnds":
         weight = decoder.head_weight.detach()
         column_of = torch.full((len(weight),), len(token_ids))
         column_of[token_ids] = torch.arange(len(token_ids))
-        return cls(decoder.embed_tokens.weight.detach(), weight[token_ids], column_of)
+        return cls(decoder.embed_tokens.weight.detach(), weight[token_ids], column_of, token_ids)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,15 @@ class Figures:
     accepted: float  # drafts of a block that were right, expected, of whole blocks
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU multiplies it."""
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
 @contextmanager
 def mixed_precision() -> Iterator[None]:
     """bfloat16 where the CPU multiplies it; float32 elsewhere."""
-    fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(fast)):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_fast_bfloat16()):
         yield
 
 
@@ -109,7 +116,7 @@ def training_loss(
     drawn = torch.rand(len(chances), 1, generator=generator) < chances
     seen = drawn & blocks.valid
     with mixed_precision():
-        logits = functional.linear(states[seen], ends.head)
+        logits = _logits(states[seen], ends.head)
     labels = ends.column_of[blocks.teacher[seen]]
     known = labels < len(ends.head)
     ce = cross_entropy(logits[known], labels[known])
@@ -131,6 +138,12 @@ def training_loss(
         float(accepted.sum(dim=1).mean()),
     )
     return loss, figures
+
+
+def _logits(states: Tensor, head: Tensor) -> Tensor:
+    """states: [N, hidden]. The N rows are padded, so that there are few different shapes."""
+    padding = -len(states) % ROWS_STEP
+    return functional.linear(functional.pad(states, (0, 0, 0, padding)), head)[: len(states)]
 
 
 def _mask_of(drafter: Drafter, ends: TargetEnds) -> Tensor:

@@ -37,18 +37,27 @@ class BlockDrafter:
     def __init__(
         self, drafter: Drafter, decoder: Decoder, kv: KVCache, sampler: Sampler, paging: Paging
     ) -> None:
-        self._drafter = drafter
         self._kv = kv
-        self._sampler = sampler
         self._paging = paging
         self._pending: list[_Pending] = []  # tokens whose context is not written yet
         self._embed = decoder.embed_tokens
+        self._whole_head = decoder.head_weight
+        self.swap(drafter, sampler)
+
+    def swap(self, drafter: Drafter, sampler: Sampler) -> None:
+        """Draft with these weights from now on; another drafter must have the shape of the first.
+
+        Context that is written already stays as the old weights made it: that costs acceptance
+        until it is written anew, and changes no text.
+        """
+        self._drafter = drafter
+        self._sampler = sampler
         self._mask = (
             drafter.mask_embedding
             if drafter.config.mask_token_id is None
             else self._embed.weight[drafter.config.mask_token_id]
         )
-        head = decoder.head_weight
+        head = self._whole_head
         self._head_weight = head if drafter.token_ids is None else head[drafter.token_ids]
 
     @torch.inference_mode()
@@ -127,13 +136,14 @@ class BlockDrafter:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        slots = torch.cat([item.slots for item in pending])
-        # If a slot has a new owner by now, the newest counts: one step after the other.
-        moved = len(set(slots.tolist())) < len(slots)
-        for group in [[item] for item in pending] if moved else [pending]:
-            self._drafter.write_context(
-                torch.cat([item.features for item in group]),
-                torch.cat([item.positions for item in group]),
-                torch.cat([item.slots for item in group]),
-                self._kv,
-            )
+        features, positions, slots = (
+            torch.cat([item.features for item in pending]),
+            torch.cat([item.positions for item in pending]),
+            torch.cat([item.slots for item in pending]),
+        )
+        # A slot may have been written over by now, or have a new owner: the newest row counts.
+        newest = {slot: row for row, slot in enumerate(slots.tolist())}
+        if len(newest) < len(slots):
+            rows = torch.tensor(list(newest.values()), device=slots.device)
+            features, positions, slots = features[rows], positions[rows], slots[rows]
+        self._drafter.write_context(features, positions, slots, self._kv)

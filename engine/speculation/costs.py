@@ -19,6 +19,7 @@ Ints = NDArray[np.int64]
 FORMAT = 1  # of the file
 CONTEXT_UNIT = 50_000  # tokens; brings the context's price to the size of the others
 RATE = 0.03  # of a correction, by normalised least mean squares (Widrow and Hoff, 1960)
+PROBE_RATE = 0.3  # when a probe looks at sizes that steps do not reach: it comes seldom
 SPEED_RATE = 0.3  # the machine as a whole gets slower and faster quicker than its shape changes
 MAX_SURPRISE = 2.0  # what took longer than this many times the prediction was disturbed
 
@@ -48,7 +49,7 @@ class CostCurve:
         found: Floats = np.where(rows > 0, seconds, 0.0)
         return found
 
-    def learn(self, rows: int, context_tokens: int, seconds: float) -> None:
+    def learn(self, rows: int, context_tokens: int, seconds: float, rate: float = RATE) -> None:
         """Correct the table around `rows`, and the context's price, towards what was observed."""
         if rows == 0:
             return
@@ -59,7 +60,7 @@ class CostCurve:
         weights = np.maximum(0, 1 - np.abs(index - np.interp(rows, self.rows, index)))
         weights *= max(1.0, rows / float(self.rows[-1]))
         context = context_tokens / CONTEXT_UNIT
-        step = RATE * error / (float(weights @ weights) + context**2)
+        step = rate * error / (float(weights @ weights) + context**2)
         corrected = np.maximum(self.seconds + step * weights, 1e-7)
         # What rises takes the entries behind it along, what falls those before it.
         self.seconds = np.maximum.accumulate(corrected) if step > 0 else _lowered(corrected)
@@ -82,6 +83,7 @@ class StepWork:
 
     block_rows: int = 0  # rows that the drafter denoised
     num_drafts: int = 0
+    num_looked_up: int = 0  # of the drafts; nobody proposed these
     num_tokens: int = 0  # that the target computed, drafts included
     num_choices: int = 0
     context_tokens: int = 0  # of all rows together
@@ -89,6 +91,10 @@ class StepWork:
     draft_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
+
+    @property
+    def num_proposed(self) -> int:
+        return self.num_drafts - self.num_looked_up
 
     @property
     def seconds(self) -> float:
@@ -107,7 +113,7 @@ class CostModel:
 
     def drafting_s(self, work: StepWork) -> float:
         denoise = self.denoise.at(np.array([work.block_rows]), work.block_context_tokens)
-        return self.speed * float(denoise[0] + self.propose.at(np.array([work.num_drafts]))[0])
+        return self.speed * float(denoise[0] + self.propose.at(np.array([work.num_proposed]))[0])
 
     def seconds(self, work: StepWork) -> float:
         """Of a step that did this work."""
@@ -115,20 +121,20 @@ class CostModel:
         choose = self.choose.at(np.array([work.num_choices]))
         return self.drafting_s(work) + self.speed * float(verify[0] + choose[0])
 
-    def learn(self, work: StepWork) -> None:
+    def learn(self, work: StepWork, rate: float = RATE) -> None:
         """Correct the model by one step's times."""
         ratio = work.seconds / max(self.seconds(work), 1e-9)
         self.speed *= float(np.clip(ratio, 1 / MAX_SURPRISE, MAX_SURPRISE)) ** SPEED_RATE
-        self.verify.learn(work.num_tokens, work.context_tokens, work.verify_s / self.speed)
-        self.choose.learn(work.num_choices, 0, work.sample_s / self.speed)
+        self.verify.learn(work.num_tokens, work.context_tokens, work.verify_s / self.speed, rate)
+        self.choose.learn(work.num_choices, 0, work.sample_s / self.speed, rate)
         if work.block_rows:
             # One clock for both halves of drafting: the error is shared by their sizes.
             share = work.draft_s / max(self.drafting_s(work), 1e-9)
             rows, context = work.block_rows, work.block_context_tokens
             denoise_s = float(self.denoise.at(np.array([rows]), context)[0])
-            propose_s = float(self.propose.at(np.array([work.num_drafts]))[0])
-            self.denoise.learn(rows, context, share * denoise_s)
-            self.propose.learn(work.num_drafts, 0, share * propose_s)
+            propose_s = float(self.propose.at(np.array([work.num_proposed]))[0])
+            self.denoise.learn(rows, context, share * denoise_s, rate)
+            self.propose.learn(work.num_proposed, 0, share * propose_s, rate)
 
     def save(self, path: Path, key: str) -> None:
         """Write to `path`, whole or not at all. key: of what it was measured on."""

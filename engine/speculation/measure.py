@@ -30,7 +30,7 @@ class MeasureLimits:
 
     max_num_seqs: int
     max_batched_tokens: int
-    block_size: int
+    block_size: int  # tokens of a row with its drafts
     vocab_size: int
 
 
@@ -40,16 +40,24 @@ class Measured:
 
     target: Target
     chooser: Chooser
-    drafter: DraftSource
+    drafter: DraftSource | None
     pool: PagePool
 
 
 def measure_costs(parts: Measured, limits: MeasureLimits) -> CostModel:
-    """Run every part at several sizes."""
+    """Run every part that there is at several sizes."""
     bench = _Bench(parts, limits)
+    if not bench.has_pages(1):  # a pool of a few tokens; serving will have to tell
+        flat = CostCurve([1], [1e-3])
+        return CostModel(flat, flat, flat, flat)
+    denoise, propose = CostCurve([1], [1e-9]), CostCurve([1], [1e-9])  # never run
+    if parts.drafter is not None:
+        drafter = _DrafterBench(parts, limits, parts.drafter)
+        denoise = drafter.attending_curve(drafter.denoise, limits.block_size * limits.max_num_seqs)
+        propose = drafter.plain_curve(drafter.propose)
     return CostModel(
-        denoise=bench.attending_curve(bench.denoise, limits.block_size * limits.max_num_seqs),
-        propose=bench.plain_curve(bench.propose),
+        denoise=denoise,
+        propose=propose,
         verify=bench.attending_curve(bench.verify, limits.max_batched_tokens),
         choose=bench.plain_curve(bench.choose),
     )
@@ -67,13 +75,12 @@ class _Bench:
     def __init__(self, parts: Measured, limits: MeasureLimits) -> None:
         self._target = parts.target
         self._chooser = parts.chooser
-        self._drafter = parts.drafter
         self._pool = parts.pool
         self._limits = limits
 
     def attending_curve(self, run: _Pass, most: int) -> CostCurve:
         """Seconds by rows at a short context, and what context adds."""
-        while not self._has_pages(most):
+        while not self.has_pages(most):
             most //= 2
         run(most, CONTEXT)  # to warm up
         price = self._context_price(run)
@@ -83,29 +90,12 @@ class _Bench:
         return _curve(run, self._limits.max_batched_tokens)
 
     def verify(self, rows: int, context: int, count: int | None = None) -> float:
-        """The target's pass over `rows` tokens, and the drafter's context of them."""
+        """The target's pass over `rows` tokens."""
         count = count or 1
         with self._sequences(count, context, rows // count) as sequences:
             drafts = (0,) * (rows // count - 1)
             plan = [VerifyRow(_row(sequence), drafts) for sequence in sequences]
-            return _timed(lambda: self._drafter.observe(self._target.verify(plan)))
-
-    def denoise(self, rows: int, context: int, count: int | None = None) -> float:
-        """The drafter's pass over `rows` rows in blocks, and the length head."""
-        width = min(max(rows, 2), self._limits.block_size)
-        with self._sequences(count or -(-rows // width), context, width) as sequences:
-            plan = [_row(sequence) for sequence in sequences]
-            return _timed(lambda: self._drafter.estimate(self._drafter.denoise(plan, width)))
-
-    def propose(self, num_drafts: int) -> float:
-        """The draft LM head and the choice of `num_drafts` tokens."""
-        most = self._limits.block_size - 1
-        count = -(-num_drafts // most)
-        lengths = [min(most, num_drafts - most * index) for index in range(count)]
-        with self._sequences(1, CONTEXT, self._limits.block_size) as (sequence,):
-            one = self._drafter.denoise([_row(sequence)], self._limits.block_size)
-            block = Block(one.rows * count, one.hidden.expand(count, -1, -1))
-            return _timed(lambda: self._drafter.propose(block, lengths))
+            return _timed(lambda: self._target.verify(plan))
 
     def choose(self, rows: int) -> float:
         """The target's choices from `rows` rows of logits."""
@@ -113,7 +103,7 @@ class _Bench:
         row = ChoiceRow(_sequence(1, []))
         return _timed(lambda: self._chooser.choose(logits, [row] * rows))
 
-    def _has_pages(self, rows: int) -> bool:
+    def has_pages(self, rows: int) -> bool:
         """Whether any kind of pass over `rows` rows fits into the pool."""
         block_size = self._limits.block_size
         blocks = -(-rows // block_size) * self._pool.pages_for(CONTEXT + block_size)
@@ -140,6 +130,35 @@ class _Bench:
             self._pool.release(pages)
 
 
+class _DrafterBench(_Bench):
+    """The parts of a step that only a drafter has."""
+
+    def __init__(self, parts: Measured, limits: MeasureLimits, drafter: DraftSource) -> None:
+        super().__init__(parts, limits)
+        self._source = drafter
+
+    def denoise(self, rows: int, context: int, count: int | None = None) -> float:
+        """The drafter's pass over `rows` rows in blocks, and the length head.
+
+        The context of a token for each block, which it writes first, is part of it.
+        """
+        width = min(max(rows, 2), self._limits.block_size)
+        with self._sequences(count or -(-rows // width), context, width) as sequences:
+            plan = [_row(sequence) for sequence in sequences]
+            self._source.observe(self._target.verify([VerifyRow(row) for row in plan]))
+            return _timed(lambda: self._source.estimate(self._source.denoise(plan, width)))
+
+    def propose(self, num_drafts: int) -> float:
+        """The draft LM head and the choice of `num_drafts` tokens."""
+        most = self._limits.block_size - 1
+        count = -(-num_drafts // most)
+        lengths = [min(most, num_drafts - most * index) for index in range(count)]
+        with self._sequences(1, CONTEXT, self._limits.block_size) as (sequence,):
+            one = self._source.denoise([_row(sequence)], self._limits.block_size)
+            block = Block(one.rows * count, one.hidden.expand(count, -1, -1))
+            return _timed(lambda: self._source.propose(block, lengths))
+
+
 def _curve(run: Callable[[int], float], most: int, per_context_unit: float = 0.0) -> CostCurve:
     """Seconds of `run` by rows, up to `most`."""
     coarse = [*_below(COARSE, most), most]
@@ -160,7 +179,7 @@ def _below(grid: tuple[int, ...], most: int) -> list[int]:
 
 
 def _sequence(context: int, pages: list[int]) -> Sequence:
-    sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
+    sampling = SamplingParams(seed=0, max_tokens=1, temperature=1.0)
     request = Request(request_id="measure", prompt_ids=[0] * (context + 1), sampling=sampling)
     return Sequence(request, order=0, num_committed=context, pages=pages)
 

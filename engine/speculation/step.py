@@ -9,11 +9,19 @@ from typing import Protocol
 from torch import Tensor
 
 from adaflash.engine.batch_inputs import VerifyRow
-from adaflash.engine.messages import SpeculationStats, TokenDelta
+from adaflash.engine.messages import DraftedBy, SpeculationStats, TokenDelta
 from adaflash.engine.sampler import Choice, ChoiceRow
 from adaflash.engine.speculation.accept import count_accepted
-from adaflash.engine.speculation.budget import Allotment, Budget, Estimate, Order, context_of
+from adaflash.engine.speculation.budget import (
+    NO_BLOCKS,
+    Allotment,
+    Budget,
+    Estimate,
+    Order,
+    context_of,
+)
 from adaflash.engine.speculation.costs import StepWork
+from adaflash.engine.speculation.lookup import Lookup
 from adaflash.engine.target import Verified
 from adaflash.engine.types import Row, StepPlan
 
@@ -64,6 +72,7 @@ class StepParts:
     chooser: Chooser
     budget: Budget
     drafter: DraftSource | None = None  # None: the budget's policy never drafts
+    lookup: Lookup | None = None  # None: known text is not looked at
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Outcome:
     emitted: Many[Choice] = ()
     num_drafts: int = 0  # verified
     num_accepted: int = 0  # of `emitted`, the leading ones that were drafts
+    drafted_by: DraftedBy | None = None  # None without drafts
 
 
 @dataclass(frozen=True)
@@ -87,16 +97,18 @@ Commit = Callable[[Outcome], TokenDelta | None]
 
 
 def speculative_step(plan: StepPlan, parts: StepParts, commit: Commit) -> StepResult:
-    """Draft, estimate, allot, propose, verify, choose, accept, commit, learn."""
-    drafter, budget, clock = parts.drafter, parts.budget, _Clock()
-    order = budget.order(plan)  # whom to draft, and how wide; width 0: nobody
-    allotment, drafts = None, list[tuple[int, ...]]()
+    """Guess, draft, estimate, allot, propose, verify, choose, accept, commit, learn."""
+    drafter, lookup, budget, clock = parts.drafter, parts.lookup, parts.budget, _Clock()
+    guesses = lookup.guess(plan.decoding) if lookup is not None else None  # no pass: known text
+    order = budget.order(plan, guesses)  # whom to draft, and how wide; width 0: nobody
+    block, estimate, drafts = None, NO_BLOCKS, list[tuple[int, ...]]()
     if drafter is not None and order.width > 0:
         block = drafter.denoise(order.rows, order.width)  # one pass, all positions at once
         estimate = drafter.estimate(block)  # from hidden states alone
-        allotment = budget.allot(order, estimate)  # one budget for all requests
+    allotment = budget.allot(order, estimate)  # one budget for all requests and both sources
+    if drafter is not None and block is not None:
         drafts = drafter.propose(block, allotment.lengths.tolist())  # LM head on these rows only
-    rows = _with_drafts(plan, order, drafts)
+    rows = _with_drafts(plan, order, allotment, drafts)
     draft_s = clock.lap()
     verified = parts.target.verify(rows)  # one ragged causal pass; prefill chunks ride along
     if drafter is not None:
@@ -107,13 +119,33 @@ def speculative_step(plan: StepPlan, parts: StepParts, commit: Commit) -> StepRe
     sample_s = clock.lap()
     work = _work_of(rows, order, draft_s, verify_s, sample_s)
     learnt = _learn(budget, order, allotment, outcomes, work) if plan.decoding else None
+    if lookup is not None and guesses is not None:
+        lookup.learn(guesses, _emitted_by(plan.decoding, outcomes))
     deltas = [commit(outcome) for outcome in outcomes]  # lengths move here and nowhere else
     return StepResult([delta for delta in deltas if delta is not None], work, learnt)
 
 
-def _with_drafts(plan: StepPlan, order: Order, drafts: list[tuple[int, ...]]) -> list[VerifyRow]:
-    drafts_of = dict(zip(order.rows, drafts, strict=True)) if drafts else {}
-    return [VerifyRow(row, drafts_of.get(row, ())) for row in plan.rows]
+def _with_drafts(
+    plan: StepPlan, order: Order, allotment: Allotment, drafts: list[tuple[int, ...]]
+) -> list[VerifyRow]:
+    """The plan's rows, with what is to be verified of blocks and guesses."""
+    blocks = dict(zip(order.rows, drafts, strict=True)) if drafts else {}
+    guesses = order.load.guesses
+    guessed = guesses.drafts(allotment.guess_lengths) if guesses is not None else {}
+    return [_verify_row(row, blocks.get(row, ()), guessed.get(row, ())) for row in plan.rows]
+
+
+def _verify_row(row: Row, block: tuple[int, ...], guess: tuple[int, ...]) -> VerifyRow:
+    assert not (block and guess), "two drafts for one place"
+    if guess:
+        return VerifyRow(row, guess, DraftedBy.LOOKUP)
+    return VerifyRow(row, block, DraftedBy.DRAFTER if block else None)
+
+
+def _emitted_by(rows: Many[Row], outcomes: list[Outcome]) -> list[list[int]]:
+    """Token ids that each of the rows emitted."""
+    emitted = {outcome.row: outcome.emitted for outcome in outcomes}
+    return [[choice.token_id for choice in emitted[row]] for row in rows]
 
 
 def _choice_rows(rows: list[VerifyRow]) -> list[ChoiceRow]:
@@ -131,7 +163,7 @@ def _accept(row: VerifyRow, choices: Iterator[Choice]) -> Outcome:
     if not own:
         return Outcome(row.row)
     accepted = count_accepted([choice.token_id for choice in own], row.drafts)
-    return Outcome(row.row, own[: accepted + 1], len(row.drafts), accepted)
+    return Outcome(row.row, own[: accepted + 1], len(row.drafts), accepted, row.drafted_by)
 
 
 def _work_of(
@@ -140,6 +172,7 @@ def _work_of(
     return StepWork(
         block_rows=len(order.rows) * order.width,
         num_drafts=sum(len(row.drafts) for row in rows),
+        num_looked_up=sum(len(row.drafts) for row in rows if row.drafted_by is DraftedBy.LOOKUP),
         num_tokens=sum(row.num_tokens for row in rows),
         num_choices=sum(row.num_logits for row in rows),
         context_tokens=context_of([row.row for row in rows]),
@@ -153,7 +186,7 @@ def _work_of(
 def _learn(
     budget: Budget,
     order: Order,
-    allotment: Allotment | None,
+    allotment: Allotment,
     outcomes: list[Outcome],
     work: StepWork,
 ) -> SpeculationStats:

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": Command("adaflash.server.cli", "serve", "start the server"),
     "pull": Command("adaflash.server.cli", "pull", "fetch a model into the local cache"),
     "train": Command("adaflash.training.cli", "train", "make a drafter"),
+    "evaluate": Command("adaflash.training.cli", "evaluate", "judge a drafter on held-out texts"),
 }
 
 
@@ -68,5 +69,5 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _commands() -> str:
-    lines = (f"  {name:<8}{command.summary}" for name, command in COMMANDS.items())
+    lines = (f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
     return "AdaFlash, a high-concurrency LLM inference server.\n\ncommands:\n" + "\n".join(lines)

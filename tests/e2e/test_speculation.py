@@ -1,5 +1,6 @@
 """A real server with a real (random) drafter: every policy over HTTP, the same text as without."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,12 @@ ASKED: list[dict[str, object]] = [
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_drafter(tmp_path_factory.mktemp("drafter") / "tiny-drafter")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Iterator[RunningServer]:
+    with running_server(tiny_model, *FLAGS, "--speculation", "off") as found:
+        yield found
 
 
 def answers(server: RunningServer) -> list[object]:
@@ -51,13 +58,13 @@ def without_reports(choices: object) -> object:
 
 @pytest.mark.parametrize("policy", ["fixed:3", "threshold", "goodput"])
 def test_every_policy_serves_the_text_of_plain_decoding(
-    server: RunningServer, tiny_model: Path, drafter: Path, tmp_path: Path, policy: str
+    plain: RunningServer, tiny_model: Path, drafter: Path, tmp_path: Path, policy: str
 ) -> None:
     flags = ("--drafter", str(drafter), "--speculation", policy)
     kept = ("--model-cache-dir", str(tmp_path))
     with running_server(tiny_model, *FLAGS, *flags, *kept) as speculating:
         found = answers(speculating)
-        assert without_reports(found) == without_reports(answers(server))
+        assert without_reports(found) == without_reports(answers(plain))
         verified = speculating.metric("adaflash_spec_decode_num_draft_tokens_total")
         assert verified > 0
         reported = sum(sum(report["verify_lengths"]) for report in reports(found))
@@ -67,6 +74,29 @@ def test_every_policy_serves_the_text_of_plain_decoding(
         assert (tmp_path / "costs").is_dir()
         info = {"policy": policy, "drafter": "tiny-drafter", "head": "threshold"}
         assert speculating.metric("adaflash_speculation_info", **info) == 1
+
+
+@pytest.mark.parametrize("policy", ["fixed:3", "threshold", "goodput"])
+def test_without_a_drafter_known_text_is_looked_up(
+    plain: RunningServer, tiny_model: Path, tmp_path: Path, policy: str
+) -> None:
+    kept = ("--model-cache-dir", str(tmp_path))
+    flags = ("--speculation", policy, "--lookup-drafts", "5", "--lookup-store-tokens", "2000")
+    with running_server(tiny_model, *FLAGS, *flags, *kept) as speculating:
+        expected = without_reports(answers(plain))
+        for _ in range(2):
+            assert without_reports(answers(speculating)) == expected
+        by_lookup = {"source": "lookup"}
+        verified = speculating.metric("adaflash_spec_decode_source_draft_tokens_total", **by_lookup)
+        accepted = speculating.metric(
+            "adaflash_spec_decode_source_accepted_tokens_total", **by_lookup
+        )
+        assert 0 < accepted <= verified
+        assert verified == speculating.metric("adaflash_spec_decode_num_draft_tokens_total")
+        assert speculating.metric("adaflash_spec_decode_paying") == 0  # that is the drafter's
+        info = {"policy": policy, "drafter": "none", "lookup_drafts": "5"}
+        assert speculating.metric("adaflash_speculation_info", **info) == 1
+    assert plain.metric("adaflash_spec_decode_num_draft_tokens_total") == 0
 
 
 def reports(answers: list[object]) -> list[dict[str, list[int]]]:

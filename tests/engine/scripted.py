@@ -22,6 +22,7 @@ from adaflash.engine.scheduler import Scheduler
 from adaflash.engine.speculation.block_drafter import BlockDrafter
 from adaflash.engine.speculation.budget import Estimate
 from adaflash.engine.speculation.costs import CostCurve, CostModel
+from adaflash.engine.speculation.lookup import Lookup
 from adaflash.engine.speculation.policies import drafting_budget, plain_budget
 from adaflash.engine.speculation.step import Block, DraftSource, StepParts
 from adaflash.engine.stopping import ModelLimits
@@ -138,11 +139,12 @@ class RealEngine:
 
 @dataclass(frozen=True)
 class Speculating:
-    """drafter: a scripted one, or the folder of a real one."""
+    """drafter: a scripted one, the folder of a real one, or none; then there should be a lookup."""
 
-    drafter: DraftSource | Path
+    drafter: DraftSource | Path | None
     config: SpeculationConfig
     costs: CostModel = field(default_factory=lambda: cheap_costs())
+    lookup: Lookup | None = None
 
 
 def real_engine(
@@ -168,9 +170,11 @@ def real_engine(
             source, taps = _real_drafter(speculating.drafter, decoder, paging, size)
         else:
             source = speculating.drafter
-        budget = drafting_budget(speculating.config, WIDTHS, limits, speculating.costs)
+        widths = () if source is None else WIDTHS
+        budget = drafting_budget(speculating.config, widths, limits, speculating.costs)
     target = CountingTarget(decoder, _cache(decoder.config, size), paging, taps)
-    parts = StepParts(target, Sampler(VOCAB, frozenset({EOS})), budget, source)
+    lookup = None if speculating is None else speculating.lookup
+    parts = StepParts(target, Sampler(VOCAB, frozenset({EOS})), budget, source, lookup)
     return RealEngine(Engine(pool, scheduler, parts, limits), target, pool, source)
 
 

@@ -211,6 +211,15 @@ def test_a_page_held_for_drafts_counts_as_the_reserve_of_its_sequence() -> None:
     assert [shape[0] for shape in shapes(step(under_test))] == ["a", "b"]
 
 
+def test_draft_pages_are_given_back_before_a_new_sequence_has_to_wait() -> None:
+    under_test = scheduler(num_pages=8, tokens=16, draft_slots=16)
+    under_test.add(request("a", [1, 2, 3]))
+    step(under_test)
+    step(under_test)  # now it holds four pages for drafts
+    under_test.add(request("b", [9] * 16))
+    assert [shape[0] for shape in shapes(step(under_test))] == ["a", "b"]
+
+
 def test_prefill_leaves_room_for_the_drafts_that_are_expected() -> None:
     under_test = scheduler(num_pages=40, tokens=17, draft_slots=7)
     under_test.add(request("a", [1, 2, 3]))

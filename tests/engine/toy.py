@@ -14,6 +14,7 @@ from adaflash.engine.pages import PagePool
 from adaflash.engine.sampler import Sampler
 from adaflash.engine.scheduler import Scheduler
 from adaflash.engine.speculation.budget import Budget
+from adaflash.engine.speculation.lookup import Lookup
 from adaflash.engine.speculation.policies import plain_budget
 from adaflash.engine.speculation.step import DraftSource, StepParts
 from adaflash.engine.stopping import ModelLimits
@@ -62,6 +63,7 @@ def toy_engine(
     target: ToyTarget | None = None,
     drafter: DraftSource | None = None,
     budget: Budget | None = None,
+    lookup: Lookup | None = None,
 ) -> Engine:
     pool = PagePool(size.num_pages, page_size=4)
     scheduler = Scheduler(
@@ -73,7 +75,8 @@ def toy_engine(
     )
     limits = ModelLimits(VOCAB, frozenset({EOS}), size.max_model_len)
     sampler = Sampler(VOCAB, limits.eos_token_ids)
-    parts = StepParts(target or ToyTarget(), sampler, budget or plain_budget(limits), drafter)
+    budget = budget or plain_budget(limits)
+    parts = StepParts(target or ToyTarget(), sampler, budget, drafter, lookup)
     return Engine(pool, scheduler, parts, limits)
 
 

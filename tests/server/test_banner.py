@@ -45,8 +45,13 @@ def test_it_says_where_what_and_how_much() -> None:
     [
         (SpeculationFacts(policy="off"), "off"),
         (
-            SpeculationFacts(policy="off", why_off="no drafter; give one with --drafter"),
-            "off: no drafter; give one with --drafter",
+            SpeculationFacts(policy="off", why_off="no drafter and no lookup"),
+            "off: no drafter and no lookup",
+        ),
+        (SpeculationFacts(policy="goodput", lookup_drafts=8), "goodput: lookup (8 drafts)"),
+        (
+            SpeculationFacts(policy="fixed:3", drafter="D", block_size=8, lookup_drafts=4),
+            "fixed:3: drafter D (blocks of 8); lookup (4 drafts)",
         ),
         (
             SpeculationFacts(

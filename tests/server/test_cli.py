@@ -53,7 +53,7 @@ def test_serve_help_explains_every_setting() -> None:
     ("argv", "message"),
     [
         ([], "required: COMMAND"),
-        (["srve"], "invalid choice: 'srve' (choose from 'serve', 'pull', 'train')"),
+        (["srve"], "invalid choice: 'srve' (choose from 'serve', 'pull', 'train', 'evaluate')"),
         (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["serve", "--prot=1"], "unknown argument --prot; did you mean --port?"),
         (["serve", "--no-prefix-cach"], "--no-prefix-cach; did you mean --no-prefix-cache?"),

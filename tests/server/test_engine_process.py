@@ -15,7 +15,7 @@ import pytest
 
 from adaflash.engine.config import EngineConfig
 from adaflash.engine.errors import EngineDownError, InvalidRequestError, QueueFullError
-from adaflash.engine.messages import EngineFacts, StepStats
+from adaflash.engine.messages import EngineFacts, LearningReport, StepStats
 from adaflash.engine.types import FinishReason, Request, SamplingParams
 from adaflash.server.engine_process import EngineProcess
 from adaflash.server.worker_process import WorkerProcess
@@ -38,6 +38,9 @@ class Observer:
 
     def on_engine_down(self) -> None:
         self.downs += 1
+
+    def on_learning(self, report: LearningReport) -> None:
+        raise AssertionError("it does not learn")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from adaflash.engine.config import DTYPES, EngineConfig, Policy, SpeculationConfig
+from adaflash.engine.config import DTYPES, EngineConfig, LearnConfig, Policy, SpeculationConfig
 from adaflash.engine.errors import ConfigError
 from adaflash.server.settings import ServerSettings, load_settings
 
@@ -92,14 +92,22 @@ def test_every_engine_setting_arrives() -> None:
             threshold_ema=0.5,
             probe_every=9,
             full_width_every=11,
+            lookup_drafts=3,
+            lookup_store_tokens=5000,
         ),
         cost_dir="/somewhere/costs",
+        learn=LearnConfig(
+            folder="/texts", rate=0.5, max_mib=3, max_age_h=2, redact="module:function"
+        ),
     )
     speculation = config.speculation
-    own = ("model_path", "drafter_path", "speculation", "cost_dir")
+    own = ("model_path", "drafter_path", "speculation", "cost_dir", "learn")
     flags = {name: getattr(config, name) for name in config.__struct_fields__ if name not in own}
     flags |= {name: getattr(speculation, name) for name in speculation.__struct_fields__[2:]}
-    flags |= {"speculation": "fixed:7", "model_cache_dir": "/somewhere"}
+    assert config.learn is not None
+    names = config.learn.__struct_fields__[1:]
+    flags |= {f"learn_{name}": getattr(config.learn, name) for name in names}
+    flags |= {"speculation": "fixed:7", "model_cache_dir": "/somewhere", "learn": "/texts"}
     assert load_settings(flags).engine_config(Path("m"), Path("d")) == config
 
 
@@ -190,6 +198,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ({"speculation": "off:1"}, "^--speculation: .*, not 'off:1'$"),
         ({"speculation": ""}, "^--speculation: .*, not ''$"),
         ({"drafter": ""}, "^--drafter: string should have at least 1 character, not ''$"),
+        ({"lookup_drafts": "33"}, "^--lookup-drafts: input should be less than or equal to 32"),
+        ({"lookup_store_tokens": "-1"}, "^--lookup-store-tokens: input should be greater than"),
         ({"threshold_rate": "0"}, "^--threshold-rate: input should be greater than 0, not '0'$"),
         ({"threshold_rate": "inf"}, "^--threshold-rate: input should be a finite number"),
         ({"threshold_min": "0"}, "^--threshold-min: input should be greater than or equal to 1"),
@@ -198,6 +208,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ({"threshold_ema": "nan"}, "^--threshold-ema: "),
         ({"probe_every": "0"}, "^--probe-every: input should be greater than or equal to 1"),
         ({"full_width_every": "x"}, "^--full-width-every: input should be a valid integer"),
+        ({"learn_rate": "1.5"}, "^--learn-rate: input should be less than or equal to 1"),
+        ({"learn_max_mib": "0"}, "^--learn-max-mib: input should be greater than 0"),
+        ({"learn_max_age_h": "nan"}, "^--learn-max-age-h: "),
+        ({"learn_redact": "module"}, "^--learn-redact: "),
         ({"max_num_seqs": "512"}, r"max_batched_tokens \(256\) must be at least max_num_seqs"),
     ],
 )

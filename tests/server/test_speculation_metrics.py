@@ -3,7 +3,13 @@
 import msgspec
 import pytest
 
-from adaflash.engine.messages import NoDraft, SpeculationFacts, SpeculationStats, StepStats
+from adaflash.engine.messages import (
+    DraftedBy,
+    NoDraft,
+    SpeculationFacts,
+    SpeculationStats,
+    StepStats,
+)
 from adaflash.server.fake_engine import FACTS
 from adaflash.server.metrics import Metrics
 from tests.server.test_metrics import STATS, value
@@ -27,6 +33,8 @@ PROMISED = [
 LABELLED = [
     *(("spec_decode_steps_without_draft_total", "reason", reason.value) for reason in NoDraft),
     *(("spec_decode_switches_total", "to", to) for to in ("on", "off")),
+    *(("spec_decode_source_draft_tokens_total", "source", s) for s in ("drafter", "lookup")),
+    *(("spec_decode_source_accepted_tokens_total", "source", s) for s in ("drafter", "lookup")),
 ]
 BY_POSITION = [
     "spec_decode_num_drafted_tokens_per_pos_total",
@@ -61,6 +69,9 @@ def test_positions_and_widths_exist_once_they_are_known(name: str) -> None:
     for position in range(7):
         assert value(metrics, name, position=str(position)) == 0
     assert value(metrics, "spec_decode_steps_total", width="8") == 0
+    longer = msgspec.structs.replace(DRAFTING, lookup_drafts=12)
+    metrics.on_engine_up(msgspec.structs.replace(FACTS, speculation=longer))
+    assert value(metrics, name, position="11") == 0
 
 
 def test_the_set_up_is_told() -> None:
@@ -70,15 +81,26 @@ def test_the_set_up_is_told() -> None:
         return metrics.registry.get_sample_value("adaflash_speculation_info", labels)
 
     metrics.on_engine_up(FACTS)
-    assert told(policy="off", drafter="none", head="none", block_size="0") == 1
+    assert told(policy="off", drafter="none", head="none", block_size="0", lookup_drafts="0") == 1
     metrics.on_engine_up(msgspec.structs.replace(FACTS, speculation=DRAFTING))
-    assert told(policy="goodput", drafter="d", head="survival", block_size="8") == 1
+    drafting = {"policy": "goodput", "drafter": "d", "head": "survival", "block_size": "8"}
+    assert told(**drafting, lookup_drafts="0") == 1
 
 
 def test_rows_move_the_counts_by_position() -> None:
     metrics = Metrics("m")
-    for num_drafts, num_accepted in ((3, 2), (1, 1), (0, 0), (3, 0)):
-        metrics.speculation.on_decode_row(num_drafts, num_accepted)
+    by_drafter, by_lookup = DraftedBy.DRAFTER, DraftedBy.LOOKUP
+    for num_drafts, num_accepted, drafted_by in (
+        (3, 2, by_drafter),
+        (1, 1, by_lookup),
+        (0, 0, None),
+        (3, 0, by_lookup),
+    ):
+        metrics.speculation.on_decode_row(num_drafts, num_accepted, drafted_by)
+    for name, by_source in (("draft", (3, 4)), ("accepted", (2, 1))):
+        for source, count in zip(("drafter", "lookup"), by_source, strict=True):
+            series = f"spec_decode_source_{name}_tokens_total"
+            assert value(metrics, series, source=source) == count
     assert value(metrics, "spec_decode_num_drafts_total") == 3
     assert value(metrics, "spec_decode_num_draft_tokens_total") == 7
     assert value(metrics, "spec_decode_num_accepted_tokens_total") == 3

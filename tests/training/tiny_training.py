@@ -30,7 +30,8 @@ def random_texts(count: int, *, seed: int = 0) -> list[Trajectory]:
 
 
 def store_of(folder: Path, decoder: Decoder, texts: list[Trajectory]) -> TextStore:
-    write_shard(folder, texts)
+    if not folder.exists():
+        write_shard(folder, texts)
     for _ in ensure_features(folder, decoder, TAPS):
         pass
     return TextStore([folder], TAPS)

@@ -1,0 +1,1 @@
+"""Learning while serving: served texts go to disk, newer drafters come from it."""
