@@ -104,7 +104,7 @@ def requests_of(
 
 def read_prompts(path: Path) -> list[str]:
     """Of a file with a JSON object a line, in an order that mixes it."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # a prompt may hold other line ends
     prompts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     random.Random(0).shuffle(prompts)
     return prompts

@@ -48,8 +48,8 @@ def measure_costs(parts: Measured, limits: MeasureLimits) -> CostModel:
     """Run every part that there is at several sizes."""
     bench = _Bench(parts, limits)
     if not bench.has_pages(1):  # a pool of a few tokens; serving will have to tell
-        flat = CostCurve([1], [1e-3])
-        return CostModel(flat, flat, flat, flat)
+        denoise, propose, verify, choose = (CostCurve([1], [1e-3]) for _ in range(4))
+        return CostModel(denoise, propose, verify, choose)
     denoise, propose = CostCurve([1], [1e-9]), CostCurve([1], [1e-9])  # never run
     if parts.drafter is not None:
         drafter = _DrafterBench(parts, limits, parts.drafter)

@@ -127,6 +127,18 @@ def step_work(num_rows: int, num_drafts: int, *, width: int = 16) -> StepWork:
     )
 
 
+def test_drafts_that_were_looked_up_cost_no_drafting() -> None:
+    costs = bending()
+    looked_up = replace(step_work(4, 8), block_rows=0, block_context_tokens=0, num_looked_up=8)
+    assert costs.drafting_s(looked_up) == 0
+    proposed = replace(looked_up, num_looked_up=0)
+    assert costs.seconds(proposed) - costs.seconds(looked_up) == pytest.approx(at(costs.propose, 8))
+    before = costs.propose.stored()
+    for _ in range(20):
+        costs.learn(replace(timed(looked_up, nearly_flat()), draft_s=1e-3))  # spent on looking
+    assert costs.propose.stored() == before
+
+
 SURVIVAL: Floats = np.cumprod(
     np.random.default_rng(0).uniform(0.5, 1, (16, 15)), axis=1, dtype=np.float64
 )
