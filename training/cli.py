@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from adaflash.engine.catalog import DEFAULT_MODEL, locate
 from adaflash.training.follow_cli import add_follow
+from adaflash.training.options import add_target, load_target, target_path
 
 
 def train(argv: Sequence[str]) -> None:
@@ -32,8 +32,6 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     add = parser.add_argument
     add("prompts", nargs="+", type=Path, help="JSONL files with `prompt` or `messages`")
     add("--out", type=Path, required=True, help="folder for the shards")
-    add("--target", default=DEFAULT_MODEL, help="catalog name, folder, GGUF file or hub id")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "adaflash", help="for models")
     add("--max-tokens", type=int, default=256, help="tokens of an answer")
     add("--max-prompt-tokens", type=int, default=512, help="leave longer prompts out")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -42,7 +40,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     add("--shard-size", type=int, default=256, help="answers per file")
     add("--seed", type=int, default=0, help="of the order of prompts")
     add("--limit", type=int, help="take only so many prompts")
-    add("--threads", type=int, help="CPU threads; left out: all cores")
+    add_target(parser)
     parser.set_defaults(run=_generate)
 
 
@@ -56,28 +54,18 @@ def _add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add = parser.add_argument
     add("config", type=Path, help="YAML file; see docs/training.md")
     add("--out", type=Path, required=True, help="folder for the run")
-    add("--target", default=DEFAULT_MODEL, help="catalog name, folder, GGUF file or hub id")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "adaflash", help="for models")
     add("--until", type=int, help="stop after this step of the schedule")
-    add("--threads", type=int, help="CPU threads; left out: all cores")
+    add_target(parser)
     parser.set_defaults(run=_fit)
 
 
 def _fit(options: argparse.Namespace) -> None:
-    import torch
-
-    from adaflash.engine.models.weights import load_decoder
     from adaflash.training.config import read_fit_config
     from adaflash.training.data import open_data
     from adaflash.training.fit import Trainer
-    from adaflash.training.objective import has_fast_bfloat16
 
     config = read_fit_config(options.config)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
-    dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
-    decoder = load_decoder(path, dtype, torch.device("cpu"))
+    decoder = load_target(options)
     data = open_data(config, decoder, print)
     trainer = Trainer(config, decoder, data, options.out)
     print(f"{len(data.train)} texts; the draft vocabulary covers {trainer.coverage:.2%} of them")
@@ -91,7 +79,7 @@ def _generate(options: argparse.Namespace) -> None:
     from adaflash.training.generate import GenerateOptions, generate
     from adaflash.training.prompts import interleave, read_prompts
 
-    path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
+    path = target_path(options)
     prompts = interleave(read_prompts(options.prompts), options.seed)[: options.limit]
     config = EngineConfig(
         model_path=str(path),
@@ -128,12 +116,10 @@ def evaluate(argv: Sequence[str]) -> None:
     add = parser.add_argument
     add("drafter", type=Path, help="folder of the drafter")
     add("data", nargs="+", type=Path, help="folders of texts")
-    add("--target", default=DEFAULT_MODEL, help="catalog name, folder, GGUF file or hub id")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "adaflash", help="for models")
     add("--texts", type=int, default=400, help="take at most so many, evenly from all")
     add("--json", type=Path, help="file for the figures")
     add("--plot", type=Path, help="SVG file for the survival curves")
-    add("--threads", type=int, help="CPU threads; left out: all cores")
+    add_target(parser)
     _evaluate(parser.parse_args(argv))
 
 
@@ -141,18 +127,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     import torch
     from rich.console import Console
 
-    from adaflash.engine.models.weights import load_decoder, load_drafter
+    from adaflash.engine.models.weights import load_drafter
     from adaflash.training.data import open_texts, some_texts
     from adaflash.training.evaluate import evaluate_by_temperature
-    from adaflash.training.objective import TargetEnds, has_fast_bfloat16
+    from adaflash.training.objective import TargetEnds
     from adaflash.training.report import print_table, write_json, write_plot
 
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
-    dtype, cpu = torch.bfloat16 if has_fast_bfloat16() else torch.float32, torch.device("cpu")
-    decoder = load_decoder(path, dtype, cpu)
-    drafter = load_drafter(options.drafter, decoder.config, dtype, cpu)
+    decoder = load_target(options)
+    weight = decoder.head_weight
+    drafter = load_drafter(options.drafter, decoder.config, weight.dtype, weight.device)
     store = open_texts(options.data, decoder, drafter.config.tap_layers, print)
     everything = torch.arange(decoder.config.vocab_size)
     token_ids = everything if drafter.token_ids is None else drafter.token_ids

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from adaflash.engine.catalog import DEFAULT_MODEL, locate
+from adaflash.training.options import add_target, load_target
 
 
 def add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -18,36 +18,26 @@ def add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add = parser.add_argument
     add("folder", metavar="DIR", type=Path, help="the server's learning folder")
     add("--drafter", type=Path, help="folder of the drafter to start from, if DIR has none yet")
-    add("--target", default=DEFAULT_MODEL, help="catalog name, folder, GGUF file or hub id")
     add("--data", action="append", type=Path, help="folder of older texts to mix in; repeat")
     add("--config", type=Path, help="YAML file of settings; see training/follow_config.py")
     add("--once", action="store_true", help="end when nothing more is to be learnt")
     add("--poll-s", type=float, default=5.0, help="seconds between two looks for new texts")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "adaflash", help="for models")
-    add("--threads", type=int, help="CPU threads; left out: all cores")
+    add_target(parser)
     parser.set_defaults(run=_follow)
 
 
 def _follow(options: argparse.Namespace) -> None:
     import msgspec
-    import torch
 
-    from adaflash.engine.models.weights import load_decoder
     from adaflash.training.follow import Follower
     from adaflash.training.follow_config import read_follow_config
-    from adaflash.training.objective import has_fast_bfloat16
 
     config = read_follow_config(options.config)
     if options.data:
         config = msgspec.structs.replace(config, data=[str(folder) for folder in options.data])
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    path = locate(options.target, cache_dir=options.cache_dir, on_progress=lambda *_: None)
-    dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
-    decoder = load_decoder(path, dtype, torch.device("cpu"))
     follower = Follower(
         options.folder,
-        decoder,
+        load_target(options),
         config,
         drafter=options.drafter,
         say=lambda line: print(line, flush=True),

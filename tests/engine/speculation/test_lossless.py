@@ -89,13 +89,7 @@ def test_every_drafter_and_policy_writes_what_plain_decoding_writes(
     """With chunked prefill, prefix hits, preemption, and a neighbour that is aborted."""
     script, confidence = SCRIPTS[name]
     drafter = ScriptedDrafter(known(plain) | {"gone": [1] * 200}, script, confidence)
-    under_test = real_engine(model, TIGHT, Speculating(drafter, config_of(policy)))
-    engine = under_test.engine
-    engine.add(request("gone", [1] * 30, SamplingParams(seed=9, max_tokens=90, ignore_eos=True)))
-    written, num_preempted = serve(engine, requests(), abort_at=8)
-    assert written == plain
-    assert num_preempted > 0
-    assert under_test.pool.num_held == 0
+    assert served(model, Speculating(drafter, config_of(policy))) == plain
     assert drafter.widths, "nothing was drafted"
 
 
@@ -103,13 +97,18 @@ def test_every_drafter_and_policy_writes_what_plain_decoding_writes(
 def test_a_real_drafter_changes_no_token(
     model: Path, drafter: Path, plain: dict[str, list[int]], policy: str
 ) -> None:
-    under_test = real_engine(model, TIGHT, Speculating(drafter, config_of(policy)))
+    assert served(model, Speculating(drafter, config_of(policy))) == plain
+
+
+def served(model: Path, speculating: Speculating) -> dict[str, list[int]]:
+    """The texts of all requests, in a hurly-burly."""
+    under_test = real_engine(model, TIGHT, speculating)
     engine = under_test.engine
     engine.add(request("gone", [1] * 30, SamplingParams(seed=9, max_tokens=90, ignore_eos=True)))
     written, num_preempted = serve(engine, requests(), abort_at=8)
-    assert written == plain
     assert num_preempted > 0
     assert under_test.pool.num_held == 0
+    return written
 
 
 def serve(
