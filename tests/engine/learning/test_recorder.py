@@ -79,6 +79,7 @@ def test_a_shard_is_written_when_it_is_full_or_has_waited(tmp_path: Path) -> Non
     with recording(tmp_path, limits=limits) as recorder:
         serve(recorder, some(3))
         wait_until(lambda: len(list(read_shards(tmp_path))) == 3)
+        assert recorder.news().num_kept == 3  # before it was closed
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -13,26 +13,14 @@ from adaflash.engine.messages import TokenDelta
 from adaflash.engine.types import Request, SamplingParams
 from tests.engine.scripted import RealEngine, RealSize, RecordingDrafter, Speculating, real_engine
 from tests.engine.toy import request, run, text
-from tests.tiny_drafter import write_tiny_drafter
-from tests.tiny_model import write_tiny_model
 
 COIN = {20: 100.0, 21: 100.0}
 Proposals = dict[tuple[str, int, int], tuple[int, ...]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_drafter(tmp_path_factory.mktemp("drafter"))
-
-
-def engine(model: Path, folder: Path, length: int, size: RealSize | None = None) -> RealEngine:
+def engine(model: Path, drafter: Path, length: int, size: RealSize | None = None) -> RealEngine:
     config = SpeculationConfig(policy=Policy.FIXED, fixed_length=length)
-    return real_engine(model, size, Speculating(folder, config))
+    return real_engine(model, size, Speculating(drafter, config))
 
 
 def coin(name: str, prompt: list[int], seed: int, max_tokens: int = 40) -> Request:
@@ -56,8 +44,8 @@ def share_accepted(deltas: list[TokenDelta]) -> float:
     return sum(delta.num_accepted > 0 for delta in blocks) / len(blocks)
 
 
-def test_acceptance_after_a_prefix_hit_is_that_of_a_cold_start(model: Path, folder: Path) -> None:
-    under_test = engine(model, folder, 7)
+def test_acceptance_after_a_prefix_hit_is_that_of_a_cold_start(model: Path, drafter: Path) -> None:
+    under_test = engine(model, drafter, 7)
     prompt = list(range(50, 90))
     cold = run(under_test.engine, [coin("cold", prompt, seed=1)])["cold"]
     warm = run(under_test.engine, [coin("warm", prompt, seed=1)])["warm"]
@@ -70,12 +58,12 @@ def test_acceptance_after_a_prefix_hit_is_that_of_a_cold_start(model: Path, fold
             assert drafts == known["cold", anchor, width]
 
 
-def test_proposals_after_preemption_are_those_without(model: Path, folder: Path) -> None:
+def test_proposals_after_preemption_are_those_without(model: Path, drafter: Path) -> None:
     asked = [coin(f"r{n}", list(range(n, n + 20)), seed=n) for n in range(4)]
-    roomy = engine(model, folder, 7)
+    roomy = engine(model, drafter, 7)
     for item in asked:
         run(roomy.engine, [item])
-    tight = engine(model, folder, 7, RealSize(num_pages=36, prefix_cache=False))
+    tight = engine(model, drafter, 7, RealSize(num_pages=36, prefix_cache=False))
     for item in asked:
         tight.engine.add(item)
     preempted = 0
@@ -87,16 +75,16 @@ def test_proposals_after_preemption_are_those_without(model: Path, folder: Path)
 
 @pytest.mark.parametrize("before", [1, 3, 7])
 def test_a_block_is_the_same_whatever_was_verified_before(
-    model: Path, folder: Path, before: int
+    model: Path, drafter: Path, before: int
 ) -> None:
     """Every block, drafted again by an engine that has only read the text before it."""
     asked = coin("a", list(range(60, 85)), seed=3)
-    under_test = engine(model, folder, before)
+    under_test = engine(model, drafter, before)
     known = asked.prompt_ids + text(run(under_test.engine, [asked])["a"])
     drafted = proposals(under_test)
     assert len(drafted) > 5
     for (_, anchor, width), drafts in drafted.items():
-        fresh = engine(model, folder, before, RealSize(tokens=100))
+        fresh = engine(model, drafter, before, RealSize(tokens=100))
         run(fresh.engine, [coin("a", known[:anchor], seed=3, max_tokens=9)])
         assert proposals(fresh)["a", anchor, width] == drafts
 

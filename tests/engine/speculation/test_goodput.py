@@ -20,15 +20,9 @@ from tests.engine.scripted import (
 )
 from tests.engine.toy import request, run, text
 from tests.tiny_drafter import write_tiny_drafter
-from tests.tiny_model import write_tiny_model
 
 GOODPUT = SpeculationConfig(policy=Policy.GOODPUT)
 ROOMY = RealSize(num_pages=2000, seqs=16, tokens=256)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def laptop() -> CostModel:

@@ -32,24 +32,12 @@ from tests.engine.speculation.test_lossless import config_of
 from tests.engine.speculation.test_lossless import requests as varied_requests
 from tests.engine.toy import VOCAB as TOY_VOCAB
 from tests.engine.toy import ToySize, ToyTarget, request, run, text, toy_engine
-from tests.tiny_drafter import write_tiny_drafter
-from tests.tiny_model import write_tiny_model
 
 POLICIES = ["fixed:1", "fixed:4", "fixed:7", "threshold", "goodput"]
 DRAFTERS = ["none", "real", "half-right"]
 TIGHT = RealSize(num_pages=26)  # too few for all requests at once: some are preempted
 COIN = {20: 100.0, 21: 100.0}
 SLOTS = BLOCK_SIZE - 1  # that each row has
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_drafter(tmp_path_factory.mktemp("drafter"))
 
 
 def repetitive_requests() -> list[Request]:

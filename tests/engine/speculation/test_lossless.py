@@ -20,8 +20,6 @@ from tests.engine.scripted import (
     real_engine,
 )
 from tests.engine.toy import request, run, text
-from tests.tiny_drafter import write_tiny_drafter
-from tests.tiny_model import write_tiny_model
 
 POLICIES = [*(f"fixed:{length}" for length in range(1, BLOCK_SIZE)), "threshold", "goodput"]
 SCRIPTS: dict[str, tuple[Script, float]] = {
@@ -30,16 +28,6 @@ SCRIPTS: dict[str, tuple[Script, float]] = {
     "always wrong": (lambda request_id, position: False, 0.5),
 }
 TIGHT = RealSize(num_pages=26)  # too few for all requests at once: some are preempted
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_drafter(tmp_path_factory.mktemp("drafter"))
 
 
 def requests() -> list[Request]:
