@@ -35,7 +35,12 @@ MUST_NOT_IMPORT = {
     "loadtest": {"fastapi", "torch", "transformers"},
 } | {
     f"engine/{name}.py": {"torch"}
-    for name in ("catalog", "config", "errors", "messages", "pages", "scheduler", "types")
+    for name in (
+        *("catalog", "config", "errors", "messages", "pages", "scheduler", "stopping", "types"),
+        *("speculation/accept", "speculation/budget", "speculation/calibration"),
+        *("speculation/costs", "speculation/cost_file", "speculation/goodput"),
+        *("speculation/lookup", "speculation/policies", "speculation/suffixes"),
+    )
 }
 # The catalog hands its environment on to pip; settings come from one place only.
 READS_ENVIRONMENT = {"server/settings.py", "engine/catalog.py"}

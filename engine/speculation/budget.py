@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from adaflash.engine.messages import NoDraft, SpeculationStats
-from adaflash.engine.speculation.calibration import Calibration, Floats, Ints
+from adaflash.engine.speculation.calibration import Bools, Calibration, Floats, Ints
 from adaflash.engine.speculation.costs import PROBE_RATE, RATE, CostModel, StepWork
 from adaflash.engine.speculation.suffixes import Match
 from adaflash.engine.stopping import ModelLimits, tokens_left
@@ -261,6 +261,43 @@ def _expected(order: Order, num_drafts: int) -> int:
     if order.no_draft in (NoDraft.OFF, NoDraft.NO_GAIN, NoDraft.LOOKUP):
         return max(num_drafts, round(float(order.guessed.sum())))
     return min(2 * num_drafts + load.num_rows, sum(load.caps))
+
+
+def order_all(load: Load, width: int, goes_by_guess: Bools) -> Order:
+    """Draft every row that can use it and does not go by its guess; width 0: there is no drafter.
+
+    goes_by_guess: [N], by decoding row.
+    """
+    left_out = tuple(np.flatnonzero(~goes_by_guess).tolist()) if load.promises.any() else ()
+    chosen = [place for place in load.candidates(width) if not goes_by_guess[place]]
+    if width > 0 and chosen and load.room > 0:
+        return order_rows(load, chosen, width, left_out=left_out)
+    if width == 0:
+        why = NoDraft.OFF
+    else:
+        why = NoDraft.LOOKUP if load.room > 0 and goes_by_guess.any() else NoDraft.NO_ROOM
+    return Order(load, no_draft=why, left_out=left_out)
+
+
+def order_rows(
+    load: Load,
+    chosen: list[int],
+    width: int,
+    *,
+    is_probe: bool = False,
+    num_whole: int = 0,
+    left_out: tuple[int, ...] = (),
+) -> Order:
+    return Order(
+        load,
+        rows=tuple(load.rows[index] for index in chosen),
+        places=tuple(chosen),
+        caps=tuple(min(load.caps[index], width - 1) for index in chosen),
+        width=width,
+        is_probe=is_probe,
+        num_whole=num_whole,
+        left_out=left_out or tuple(chosen[:num_whole]),
+    )
 
 
 def best_prefixes(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 WINDOW = 256  # newest outcomes of a position
 PRIOR_VARIANCE = 9.0  # of a shift, in logits squared

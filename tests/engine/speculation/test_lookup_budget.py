@@ -20,8 +20,9 @@ from adaflash.engine.speculation.budget import (
     best_prefixes,
 )
 from adaflash.engine.speculation.costs import CostCurve, CostModel
+from adaflash.engine.speculation.goodput import FIRST_BLOCKS
 from adaflash.engine.speculation.lookup import Lookup
-from adaflash.engine.speculation.policies import FIRST_BLOCKS, drafting_budget
+from adaflash.engine.speculation.policies import drafting_budget
 from adaflash.engine.speculation.suffixes import Match
 from adaflash.engine.types import Row, RowKind, StepPlan
 from tests.engine.speculation.simulated import (

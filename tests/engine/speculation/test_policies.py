@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 
 from adaflash.engine.config import Policy, SpeculationConfig
 from adaflash.engine.messages import NoDraft
-from adaflash.engine.speculation import policies
+from adaflash.engine.speculation import goodput
 from adaflash.engine.speculation.budget import Allotment, Budget, Estimate, Order
 from adaflash.engine.speculation.calibration import Floats
 from adaflash.engine.speculation.costs import CONTEXT_UNIT, CostCurve, CostModel
-from adaflash.engine.speculation.policies import (
-    MAX_PROBE_GAP,
-    RESUME_GAIN,
-    SAMPLED_ROWS,
-    drafting_budget,
-)
+from adaflash.engine.speculation.goodput import MAX_PROBE_GAP, RESUME_GAIN, SAMPLED_ROWS
+from adaflash.engine.speculation.policies import drafting_budget
 from adaflash.engine.types import Row
 from tests.engine.speculation.simulated import (
     BLOCK,
@@ -232,7 +228,7 @@ def gain_by_context() -> tuple[CostModel, Callable[[float], tuple[Row]]]:
 def test_drafting_that_stopped_resumes_only_at_a_clear_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policies, "RETHINK_EVERY", 1)
+    monkeypatch.setattr(goodput, "RETHINK_EVERY", 1)
     costs, row = gain_by_context()
     assert RESUME_GAIN == 1.03
     budget = drafting_budget(CONFIG, (4,), LIMITS, costs)
